@@ -100,8 +100,11 @@ class WeightsError(CheckpointError):
 class NotFiniteError(PacelineError, ArithmeticError):
     """A loss or a gradient is NaN or infinite; the parameters are unchanged.
 
-    Raised on all ranks; `rank` is the one with that loss, if it is known.
+    Raised on all ranks; `rank` is the one with that loss, if it is known. Computing the step again
+    gives it again.
     """
+
+    ends_run = True
 
     def __init__(
         self, what: str, where: str = "", advice: str = "", *, rank: int | None = None

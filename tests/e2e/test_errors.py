@@ -181,7 +181,14 @@ def test_an_error_that_sounds_like_a_lost_worker_is_the_scripts_where_none_is_lo
     assert_reason(tmp_path, "failed", f"worker 1 failed in step 6: {words}", 1)
 
 
-@pytest.mark.parametrize("flags", [["--workers", 2], ["--workers", 2, "--no-survive"]])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--workers", 2],
+        ["--workers", 2, "--no-survive"],
+        ["--workers", 2, "--survive-errors"],  # it comes again, on whoever computes that shard
+    ],
+)
 def test_a_loss_that_is_not_finite_says_its_sentence_once(
     tmp_path: Path, flags: list[object]
 ) -> None:
@@ -192,6 +199,7 @@ def test_a_loss_that_is_not_finite_says_its_sentence_once(
     assert info is not None
     assert info.status == "failed"
     assert says(info.reason, "failed in step 6: NotFiniteError: Step 6", "on rank 1, is nan")
+    assert info.reason.startswith("worker 1 failed")
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from paceline.errors import AuditError, CheckpointError, PeerError
+from paceline.errors import AuditError, CheckpointError, PacelineError, PeerError
 from paceline.run.healing import Healing
 from paceline.run.member import Groups, Member
 from paceline.telemetry import Message, name_steps
@@ -160,9 +160,9 @@ class Survival(Recovery):
     def is_outlived(self, error: BaseException) -> bool:
         if self._is_over or self.ended or self._parts.progress.size == 1:
             return False
-        if isinstance(error, AuditError):
-            return not error.ends_run
-        is_accident = isinstance(error, PeerError | torch.AcceleratorError)
+        if isinstance(error, PacelineError) and error.ends_run:
+            return False
+        is_accident = isinstance(error, AuditError | PeerError | torch.AcceleratorError)
         return is_accident or self._survives_errors
 
     def begin(self) -> None:
