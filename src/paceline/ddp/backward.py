@@ -1,4 +1,4 @@
-"""When a backward pass begins, when it ends, and what its loss weighs: autograd does not say.
+"""When a backward pass begins, and when it ends: autograd does not say.
 
 Hooks tell that a gradient is there. That backward is over is known only through a callback that
 must be queued while it runs; that it broke off shows only in the callback being freed unused.
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.ddp.layout import BucketLayout
+from paceline.ddp.weight import LossWeight
 from paceline.errors import FitError, UsageError
 from paceline.telemetry import Observer, Phase
 from paceline.torch_private import (
@@ -146,151 +147,6 @@ def _nothing() -> None:
 def _redirect(hook: Any, target: _Hook) -> None:
     """Have a `partial` call another function from now on."""
     hook.__setstate__((target, (), {}, vars(hook)))
-
-
-class LossWeight:
-    """The weight of one rank's loss, collected over the micro-batches of a step.
-
-        none --(enter)--> inside a block --(local backward, leave)--> accumulated --(enter)--> ...
-        any of these --(averaged, or zeroed by the caller)--> none, or the block it is inside
-
-    Without any `weighted()` block the weight is 1, and sums become torch's plain averages.
-    Invariant: what weighs is what the gradients that are there were accumulated from.
-    """
-
-    def __init__(self) -> None:
-        self.value = 1.0
-        self.is_set = False
-        """Whether any micro-batch of this step had a weight."""
-        self.was_used = False
-        """Whether any step was weighted: then a rank without inputs weighs nothing."""
-        self.is_clean = True
-        """Whether there is nothing to reset."""
-        self._block: float | None = None
-        """How many items the block has that we are inside of."""
-        self._block_counts = False
-        """Whether a backward inside it was accumulated."""
-        self._earlier = 0.0
-        """How many items the accumulated micro-batches of earlier blocks had."""
-        self._accumulated: dict[int, tuple[int, int]] = {}
-        """By the id of a parameter that these have reached: its gradient, and version."""
-        self._averaged: dict[int, tuple[int, int]] = {}
-        """The same of averages that may still be there when a backward has begun unannounced."""
-        self._zeros: set[int] = set()
-        """The ids of parameters whose gradient was zero when the last backward began."""
-        self._is_partly_zeroed = False
-        self._has_unweighted = False
-
-    def enter(self, count: float) -> tuple[float | None, bool]:
-        """Begin a block of `count` items; returns what `leave` needs."""
-        if not count >= 0 or count == float("inf"):
-            raise UsageError(
-                f"weighted({count}): the count of items must be a number from 0 up.",
-                advice="Pass how many samples or tokens this rank's loss is a sum over.",
-            )
-        before = self._block, self._block_counts
-        self._block, self._block_counts = count + (self._block or 0.0), False
-        self._sum_up()
-        self.is_clean = False
-        return before
-
-    def leave(self, before: tuple[float | None, bool]) -> None:
-        """End a block; without an accumulated backward inside, nothing of it weighs."""
-        block, counts = before
-        if self._block_counts and block is None:
-            self._earlier = self.value
-        if not self._block_counts or block is None:
-            self._block = block
-        self._block_counts = block is not None and (self._block_counts or counts)
-        self._sum_up()
-
-    def _sum_up(self) -> None:
-        self.is_set = self._block is not None or bool(self._accumulated)
-        self.value = self._earlier + (self._block or 0.0) if self.is_set else 1.0
-
-    def set(self, weight: float) -> None:
-        self.value, self.is_set, self.is_clean = weight, True, False
-
-    def on_backward(
-        self, params: Iterable[Parameter], first: Tensor | None
-    ) -> list[tuple[Parameter, Tensor]]:
-        """A backward begins: forget the micro-batches whose gradients the caller has zeroed, and
-        take away gradients that are none of this step's, such as an earlier average.
-
-        The gradient of `first` has come already.
-        """
-        others, zeroed, kept, scaled = [], 0, 0, 0
-        self._zeros.clear()
-        for param in params:
-            grad, is_first = param.grad, param is first
-            now = (id(grad), -1 if grad is None else grad._version - is_first)
-            noted = self._accumulated.get(id(param))
-            if noted == now:
-                kept += 1
-                continue
-            is_gone = grad is None or is_first or _is_zero(grad)
-            if is_gone and grad is not None:
-                self._zeros.add(id(param))
-            zeroed += noted is not None and is_gone
-            scaled += noted is not None and not is_gone
-            is_average = self._averaged.get(id(param)) == now if is_first else not is_gone
-            if grad is not None and noted is None and is_average:
-                others.append((param, grad))
-        self._is_partly_zeroed |= zeroed > 0 and kept > 0
-        if not (others or kept or scaled or first is not None):
-            self._has_unweighted = False
-        if zeroed and not kept and not scaled:
-            self._earlier, self._accumulated, self._block_counts = 0.0, {}, False
-            self._sum_up()
-        return others
-
-    def on_local_backward(self, reached: Iterable[Tensor]) -> None:
-        """A micro-batch was accumulated without being averaged yet."""
-        self.is_clean = False
-        if self._block is None:
-            self._has_unweighted = True
-            return
-        self._block_counts = True
-        self._accumulated |= _note(reached)
-
-    def refuse_mixture(self, step: int) -> None:
-        """Raise if some micro-batches of the step had a weight and some had none."""
-        if self.is_set and (self._has_unweighted or self._block is None):
-            raise UsageError(
-                f"Step {step}: some of the accumulated backward passes had a weight and some had "
-                "none, so their sum means nothing.",
-                advice="Put every micro-batch of a step into a weighted() block, or none.",
-            )
-        if self._is_partly_zeroed:
-            raise UsageError(
-                f"Step {step}: some of the gradients that weighted backward passes have "
-                "accumulated were zeroed and some were not, so they have no common weight.",
-                advice="Zero the gradients of all parameters, or of none.",
-            )
-
-    def reset(self, params: Iterable[Tensor] = (), reached: Iterable[Tensor] = ()) -> None:
-        """The step is over: these parameters have averages, unless all ranks have reached none."""
-        self.was_used |= self._block is not None
-        dropped = self._zeros.difference(map(id, reached))
-        self._averaged = _note(
-            param
-            for param in params
-            if id(param) not in dropped or param.grad is None or not _is_zero(param.grad)
-        )
-        self._earlier, self._accumulated = 0.0, {}
-        self._block_counts = self._has_unweighted = self._is_partly_zeroed = False
-        self._sum_up()
-        self.is_clean = self._block is None
-
-
-def _note(params: Iterable[Tensor]) -> dict[int, tuple[int, int]]:
-    """By the id of a parameter, which gradient it has, and how often that was changed in place."""
-    found = ((id(param), param.grad) for param in params)
-    return {key: (id(grad), grad._version) for key, grad in found if grad is not None}
-
-
-def _is_zero(grad: Tensor) -> bool:
-    return not bool((grad.coalesce().values() if grad.is_sparse else grad).any())
 
 
 class BackwardFollower:
