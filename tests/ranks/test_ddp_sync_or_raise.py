@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -267,6 +268,81 @@ def test_a_layer_unfrozen_later_is_averaged_from_its_first_gradient_on() -> None
         assert seen[1]["0.weight"] is None
         torch.testing.assert_close(seen[2], whole_batch_gradients())
         torch.testing.assert_close(seen[3], whole_batch_gradients())
+
+
+class Adversaries(nn.Module):
+    """Two parts that are trained in turns, each while the other is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.judge = seeded(nn.Linear(6, 6), 0), seeded(nn.Linear(6, 1), 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.judge(self.generator(x)).square().mean()
+
+    def judgement(self, x: Tensor) -> Tensor:
+        return self.judge(self.generator(x).detach()).mean() + self.judge(x).square().mean()
+
+
+@pytest.mark.parametrize("frozen", ["generator", "judge"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_parts_trained_in_turns_are_averaged_though_one_was_frozen_when_wrapped(
+    size: int, frozen: str
+) -> None:
+    def train(model: nn.Module, net: Adversaries, x: Tensor) -> list[Tensor]:
+        optimizers = {
+            part: torch.optim.SGD(part.parameters(), lr=0.1) for part in (net.generator, net.judge)
+        }
+        for _ in range(3):
+            for trained, other in ((net.generator, net.judge), (net.judge, net.generator)):
+                trained.requires_grad_(True)
+                other.requires_grad_(False)
+                loss: Callable[[Tensor], Tensor] = model
+                if trained is net.judge:
+                    loss = model.judgement  # type: ignore[assignment]
+                optimizers[trained].zero_grad()
+                loss(x).backward()
+                optimizers[trained].step()
+        return [param.detach().clone() for param in net.parameters()]
+
+    def body(world: World) -> list[Tensor]:
+        net = Adversaries()
+        getattr(net, frozen).requires_grad_(False)
+        return train(wrap(net, world), net, mine(world))
+
+    whole = Adversaries()
+    expected = train(whole, whole, BATCH)
+    for got in run_ranks(size, body):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_layer_with_sparse_gradients_unfrozen_later_is_averaged(size: int) -> None:
+    rows = torch.randint(7, (12, 3), generator=torch.Generator().manual_seed(0))
+
+    def train(model: nn.Module, net: nn.Sequential, x: Tensor) -> list[dict[str, Tensor | None]]:
+        seen = []
+        for step in range(4):
+            net[0].requires_grad_(step > 1)
+            model.zero_grad()
+            model(x).square().mean().backward()
+            found = gradients(model).items()
+            seen.append({name: None if g is None else g.to_dense().clone() for name, g in found})
+        return seen
+
+    def net() -> nn.Sequential:
+        made = nn.Sequential(nn.Embedding(7, 4, sparse=True), nn.Linear(4, 2))
+        return seeded(made).requires_grad_(True)
+
+    def body(world: World) -> list[dict[str, Tensor | None]]:
+        mine = net()
+        mine[0].requires_grad_(False)
+        return train(wrap(mine, world), mine, rows[world.rank :: world.size])
+
+    whole = net()
+    expected = train(whole, whole, rows)
+    for got in run_ranks(size, body):
+        torch.testing.assert_close(got, expected)
 
 
 def test_a_layer_unfrozen_on_one_rank_only_raises_on_all() -> None:

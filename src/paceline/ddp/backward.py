@@ -104,12 +104,21 @@ class Arrivals:
         return bool(self._handles)
 
     def hook(self, params: Iterable[Parameter], hook: _Hook) -> None:
-        """Have this called whenever a gradient of any of the parameters is complete."""
+        """Have this called whenever a gradient of any of the parameters is complete.
+
+        Also of frozen ones, which nobody says when they are unfrozen.
+        """
         shared: Any = partial(hook)
         shared.reducer, shared.python = getattr(hook, "reducer", None), hook
         self._shared = weakref.ref(shared)
         for param in params:
-            handle: Any = param.register_post_accumulate_grad_hook(shared)  # type: ignore[no-untyped-call]
+            is_trained = param.requires_grad
+            try:
+                handle: Any = param.requires_grad_().register_post_accumulate_grad_hook(shared)  # type: ignore[no-untyped-call]
+            except RuntimeError:
+                continue  # of a dtype, or made in inference mode: it can have no gradient
+            finally:
+                param.requires_grad_(is_trained)
             hooks: Any = accumulated_grad_hooks(param)
             self._handles.append(handle)
             self._places.append((id(param), weakref.ref(hooks), handle.id))
@@ -180,8 +189,8 @@ class BackwardFollower:
         """`ended` has reached parameters, is complete, and is to be averaged."""
         raise NotImplementedError
 
-    def on_untouched_backward(self) -> bool:
-        """An announced backward has ended at no parameter; whether to treat it as if it had."""
+    def on_untouched_backward(self) -> None:
+        """An announced backward has ended at no parameter."""
         raise NotImplementedError
 
     def check_not_interrupted(self) -> None:
@@ -262,7 +271,7 @@ class BackwardFollower:
                 self.open()
             elif self._announced is ended:
                 self._announced = None
-                self.current = ended if self.on_untouched_backward() else None
+                self.on_untouched_backward()
             if self.current is not ended:
                 return
             if not ended.skips:

@@ -52,11 +52,6 @@ class ParamRef:
         param = self.get()
         return param is not None and param.requires_grad
 
-    @property
-    def has_grad(self) -> bool:
-        param = self.get()
-        return param is not None and param.grad is not None
-
 
 class Bucket:
     """One flat buffer and the gradients in it.

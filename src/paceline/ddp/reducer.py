@@ -78,6 +78,7 @@ class Reducer(BackwardFollower):
         """Whether ranks may run out of inputs: they do not update their copies then."""
         self._refs = params
         self.agreement = Agreement(membership, params)
+        self._sparse_names = sparse_names
         self._sparse = [p for p in params if p.name in sparse_names and p.requires_grad]
         self._frozen = [p for p in params if not p.requires_grad]
         self._hook: tuple[Hook, Any] | None = None
@@ -89,13 +90,12 @@ class Reducer(BackwardFollower):
         if self.arrivals.is_hooked:
             return
         mine = {id(param) for param in self.parameters}
-        hooked = list(self._alive([*self._layout.params, *self._sparse]))
-        for param in hooked:
+        for param in self.parameters:
             for hook in list((accumulated_grad_hooks(param) or {}).values()):
                 owner = getattr(hook, "reducer", None)
                 if isinstance(owner, Reducer) and mine.issuperset(map(id, owner.parameters)):
                     owner.detach()
-        self.arrivals.hook([param for param in hooked if param.requires_grad], self._make_hook())
+        self.arrivals.hook(self.parameters, self._make_hook())
 
     def detach(self) -> None:
         """Let go of every parameter: their gradients are no longer synchronised here."""
@@ -228,11 +228,10 @@ class Reducer(BackwardFollower):
         keep_out_of_graphs(on_grad_ready)
         return on_grad_ready
 
-    def on_untouched_backward(self) -> bool:
-        """Parameters that were frozen until now have no hooks yet, but may have gradients."""
+    def on_untouched_backward(self) -> None:
+        """Raise if that is because parameters were replaced after wrapping."""
         if self.check_model is not None:
             self.check_model(self.parameters)
-        return any(ref.requires_grad and ref.has_grad for ref in self._frozen)
 
     def on_complete_backward(self, ended: Backward) -> None:
         self._count(ended)
@@ -377,22 +376,24 @@ class Reducer(BackwardFollower):
         if not current.is_shadow:
             for number, bucket in enumerate(self._layout.buckets):
                 bucket.hand_out(used, is_untouched=number >= current.early)
+        if is_unfrozen:
+            self._adopt(factor)
         for ref in self._sparse:
             what = f"Step {self.steps}: the sum of the sparse gradient of {ref.name!r}"
             share = factor / self.size
             average_sparse(self.membership.group, ref, share, what, is_shadow=current.is_shadow)
-        if is_unfrozen:
-            self._adopt(factor)
         self.refuse_second_average(current)  # of other ranks, which had zeroed theirs
         current.put_back()
 
     def _adopt(self, factor: float | Tensor) -> None:
         """Average what the newly unfrozen parameters have, and follow them from now on."""
         newly = [ref for ref in self._frozen if ref.requires_grad]
+        dense = [ref for ref in newly if ref.name not in self._sparse_names]
         device = self._layout.buckets[-1].plan.device
-        average_unfrozen(self.membership.group, newly, factor, device, self.steps)
+        average_unfrozen(self.membership.group, newly, dense, factor, device, self.steps)
         self._frozen = [ref for ref in self._frozen if not ref.requires_grad]
-        self._layout.add(newly)
+        self._sparse += [ref for ref in newly if ref.name in self._sparse_names]
+        self._layout.add(dense)
         self._order_is_agreed = False
         self._lay_out()
 

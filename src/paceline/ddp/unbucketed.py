@@ -54,9 +54,14 @@ def average_sparse(
 
 
 def average_unfrozen(
-    group: Group, newly: Sequence[ParamRef], factor: float | Tensor, device: torch.device, step: int
+    group: Group,
+    newly: Sequence[ParamRef],
+    dense: Sequence[ParamRef],
+    factor: float | Tensor,
+    device: torch.device,
+    step: int,
 ) -> None:
-    """Give each of these the mean of all ranks' gradients, times `factor`.
+    """Give each dense one of these the mean of all ranks' gradients, times `factor`.
 
     Raises on every rank if others are unfrozen on one than on rank 0.
     """
@@ -69,12 +74,12 @@ def average_unfrozen(
                 f"Step {step}: {odd!r} requires grad on rank {one} but not on rank {other}.",
                 advice="Freeze and unfreeze the same parameters on every rank.",
             )
-    for ref in newly:
+    for ref in dense:
         param = ref.get()
         assert param is not None  # it required a gradient a moment ago
         flat = torch.zeros(param.numel() + 1, dtype=param.dtype, device=param.device)
         if param.grad is not None:
-            flat[:-1] = param.grad.reshape(-1) / group.size()
+            flat[:-1] = param.grad.to_dense().reshape(-1) / group.size()
             flat[-1] = 1
         all_reduce(group, flat, f"Step {step}: the sum of the gradient of {ref.name!r}")
         if flat[-1] != 0:
