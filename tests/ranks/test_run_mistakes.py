@@ -127,7 +127,13 @@ def test_an_empty_dataset_is_refused_with_advice_that_fits() -> None:
 
 
 @pytest.mark.parametrize(
-    "dataset", [torch.utils.data.DataLoader(Rows(16), 4), "rows.csv", {"train": Rows(16)}]
+    "dataset",
+    [
+        torch.utils.data.DataLoader(Rows(16), 4),
+        "rows.csv",
+        {"train": Rows(16)},
+        (row for row in Rows(16)),  # who reads it again, after a death, gets nothing
+    ],
 )
 def test_what_has_batches_or_no_samples_is_not_a_dataset(dataset: Any) -> None:
     with pytest.raises(UsageError, match=type(dataset).__name__) as raised:

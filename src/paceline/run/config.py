@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
 import paceline
 from paceline import env
@@ -37,6 +37,7 @@ from paceline.run.fit import check_fit
 from paceline.run.models import Models, name_optimizer, take_models
 from paceline.run.precision import DTYPE_BY_PRECISION
 from paceline.run.rating import Better, find_better
+from paceline.run.rows import check_dataset
 from paceline.run.same_bits import check_same_bits, describe_arithmetic
 from paceline.telemetry import Sink, check_sinks, count_text, make_trackers
 from paceline.update import Update, check_update
@@ -471,17 +472,6 @@ _MEMBERS = {
     "scaler": ("is_enabled", "scale", "unscale_", "step", "update", "state_dict"),
 }
 """What an argument of `Run` must have; its class may be anybody's."""
-
-
-def check_dataset(dataset: Any, advice: str) -> None:
-    """Refuse what has items that are not samples; `advice` is about loaders."""
-    if isinstance(dataset, DataLoader):
-        problem = "whose items are batches"
-    elif isinstance(dataset, str | bytes | os.PathLike | Mapping):
-        problem, advice = "which has no samples", "Pass what was read from there: samples by index."
-    else:
-        return
-    raise UsageError(f"dataset is a {type(dataset).__name__}, {problem}.", advice=advice)
 
 
 def describe_model(module: nn.Module) -> str:

@@ -23,12 +23,12 @@ from paceline.data import Files, Shard
 from paceline.errors import UsageError, check_choice, check_whole
 from paceline.files import decode, encode
 from paceline.group import gather_bytes, map_tensors
-from paceline.run.config import Collate, check_dataset
+from paceline.run.config import Collate
 from paceline.run.forks import LivingBatches
 from paceline.run.loader import ShardFetcher, make_loader
 from paceline.run.metrics import ExactSums, Metrics, Number, means, round_sum
 from paceline.run.parts import RunParts
-from paceline.run.rows import call, check_rows, join
+from paceline.run.rows import call, check_dataset, check_rows, join
 from paceline.run.same_bits import fixed_arithmetic
 from paceline.telemetry import Summary
 

@@ -1,4 +1,4 @@
-"""Values with one item per sample: a tensor or a list, or a tuple or dictionary of such.
+"""Datasets, and values with one item per sample: a tensor, a list, a tuple or a dictionary.
 
 Score functions and encoders return them for a batch; they are put together for all batches and
 handed to a function, a tuple as its arguments and a dictionary as its named ones.
@@ -6,13 +6,29 @@ handed to a function, a tuple as its arguments and a dictionary as its named one
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from paceline.errors import UsageError
+
+
+def check_dataset(dataset: Any, advice: str) -> None:
+    """Refuse what has items that are not samples; `advice` is about loaders."""
+    if isinstance(dataset, DataLoader):
+        problem = "whose items are batches"
+    elif isinstance(dataset, str | bytes | os.PathLike | Mapping):
+        problem, advice = "which has no samples", "Pass what was read from there: samples by index."
+    elif isinstance(dataset, Iterator):
+        problem = "which can be read once, and is read again in every epoch and after a death"
+        advice = "Pass a list, or an object whose __iter__ begins anew."
+    else:
+        return
+    raise UsageError(f"dataset is a {type(dataset).__name__}, {problem}.", advice=advice)
 
 
 def check_rows(value: Any, rows: int, who: str) -> None:
