@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from paceline import DistributedDataParallel, World
+from paceline.errors import UsageError
 from paceline.testing import gradients, run_ranks, seeded
 
 X = torch.randn(12, 6, generator=torch.Generator().manual_seed(0))
@@ -266,6 +267,55 @@ def test_a_gradient_penalty_with_double_backward_is_averaged() -> None:
 
     for got in run_ranks(2, body):
         torch.testing.assert_close(got, gradients(whole))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("keeps", [False, True], ids=["added", "zeroed between"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_penalty_on_averaged_gradients_has_the_gradient_of_one_process(
+    size: int, keeps: bool
+) -> None:
+    def train(model: nn.Module, x: Tensor) -> dict[str, Tensor | None]:
+        for _ in range(2):
+            model.zero_grad()
+            model(x).square().mean().backward(create_graph=True)
+            grads = [param.grad for param in model.parameters() if param.grad is not None]
+            if keeps:
+                model.zero_grad()
+            (sum(grad.square().sum() for grad in grads) + model(x).mean()).backward()
+        found = {
+            name: None if g is None else g.detach().clone() for name, g in gradients(model).items()
+        }
+        model.zero_grad()  # a graph and its parameter keep each other alive
+        return found
+
+    def body(world: World) -> Any:
+        model = wrap(world, bucket_cap_mb=1e-4, gradient_as_bucket_view=keeps)
+        return train(model, X[world.rank :: world.size])
+
+    expected = train(small(), X)
+    for got in run_ranks(size, body):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("weighted", [False, True])
+def test_graphs_of_averages_that_nothing_can_differentiate_are_refused(weighted: bool) -> None:
+    def body(world: World) -> None:
+        model = wrap(world)
+        try:
+            with model.weighted(3) if weighted else model.no_sync(enabled=False):
+                model(X).square().sum().backward(create_graph=True)
+            penalty = [
+                param.grad.square().sum() for param in model.parameters() if param.grad is not None
+            ]
+            torch.stack(penalty).sum().backward(create_graph=True)
+        finally:
+            model.zero_grad()
+
+    for error in run_ranks(2, body, return_exceptions=True):
+        assert isinstance(error, UsageError)
+        assert "create_graph" in str(error)
 
 
 @pytest.mark.parametrize("size", [1, 2])

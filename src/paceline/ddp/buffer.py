@@ -12,7 +12,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.ddp.plan import BucketPlan
-from paceline.errors import DeviceError
+from paceline.errors import DeviceError, UsageError
 from paceline.torch_private import (
     count_storage_uses,
     foreach_copy_,
@@ -34,6 +34,7 @@ from paceline.transport import dense_layout
 # second pass over the whole buffer: the second pass costs memory traffic, the first a call.
 _LARGE_NUMEL = 32_768
 _WORTH_GIVING_BACK_BYTES = 2**20
+_requires_grad = attrgetter("requires_grad")
 _NO_MEMORY = torch.empty(0)
 
 
@@ -111,7 +112,7 @@ class Bucket:
         params = self.params
         grads: list[Any] = [None if param is None else param.grad for param in params]
         self._make_ready()
-        self._is_plain = self._is_unwatched() and _are_unshared(grads)
+        self._is_plain = self._is_unwatched() and _are_unshared(grads) and not _have_graphs(grads)
         if self._is_plain:  # the usual case, without a Python loop over hundreds of gradients
             self._copy(grads, self.views)
             del grads
@@ -217,11 +218,10 @@ class Bucket:
             if grad is None:
                 if not used or used[index]:
                     param.grad = view
-            elif self._always_views or _are_unshared((grad,), held=1):
+            elif not grad.requires_grad and (self._always_views or _are_unshared((grad,), held=1)):
                 param.grad = view
             else:
-                with torch.no_grad():
-                    grad.copy_(view)
+                set_value(grad, view)
 
     def is_handed_out(self) -> bool:
         """Whether every parameter's gradient is its place in the buffer, at this moment."""
@@ -342,6 +342,31 @@ def _are_unshared(grads: Sequence[Any], held: int = 0) -> bool:
     return references <= _REFERENCES_TO_A_GRAD and not any(map(is_view, grads))
 
 
+def set_value(grad: Tensor, average: Tensor) -> None:
+    """Write an average into a gradient that stays, with its graph if it has one.
+
+    See Note [Gradients of averages].
+    """
+    with torch.no_grad():
+        grad.copy_(average)
+    if grad.requires_grad:
+        grad.register_hook(_refuse_third_order)  # type: ignore[no-untyped-call]
+
+
+def _refuse_third_order(_grad: Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise UsageError(
+            "backward(create_graph=True) went through an averaged gradient, whose graph is only "
+            "that of this rank's part.",
+            advice="Differentiate a penalty on averaged gradients once, without create_graph.",
+        )
+
+
+def _have_graphs(grads: Sequence[Any]) -> bool:
+    """Whether a `backward(create_graph=True)` has made any of them."""
+    return any(map(_requires_grad, grads))
+
+
 def give_back_freed_memory() -> None:
     """Return to the system what this process has freed, where the C library can."""
     trim = _malloc_trim()
@@ -376,6 +401,13 @@ _REFERENCES_TO_A_GRAD, _REFERENCES_TO_A_CACHED_VIEW = _count_references()
 # either is higher, the old buffer is left to its holders and a new one is allocated. A bucket with
 # a home (shared memory) comes back to it when its holders have let go.
 # Views still in place as `param.grad` are exempt: there autograd itself adds in place.
+
+# Note [Gradients of averages]
+# After `backward(create_graph=True)` a gradient has a graph, for a penalty on it. The average is
+# written into that tensor, so that it has the average's value and the graph of this rank's part. A
+# penalty is then differentiated at the average, through this rank's rows; the mean of that over the
+# ranks is what one process gets. With weighted losses it is not, nor are derivatives of a higher
+# order: both are refused.
 
 # Note [Lent memory]
 # On a GPU memory is dearer than on a host, and a forward pass needs the most when there are no

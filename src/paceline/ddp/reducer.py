@@ -445,7 +445,7 @@ class Reducer(BackwardFollower):
         """Raise if weights or hooks were used wrongly here, after telling the others."""
         try:
             self._refuse_update(current)
-            self.weight.refuse_mixture(self.steps)
+            self.weight.refuse_misuse(self.steps, self.parameters)
             self.refuse_second_average(current)
         except UsageError:
             with suppress(PacelineError):  # the first error is the one to show

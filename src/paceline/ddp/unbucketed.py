@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.ddp.buffer import ParamRef
+from paceline.ddp.buffer import ParamRef, set_value
 from paceline.errors import DesyncError
 from paceline.group import Group, all_gather, all_reduce, exchange
 
@@ -83,4 +83,8 @@ def average_unfrozen(
             flat[-1] = 1
         all_reduce(group, flat, f"Step {step}: the sum of the gradient of {ref.name!r}")
         if flat[-1] != 0:
-            param.grad = (flat[:-1] * factor).view(param.shape)
+            mean = (flat[:-1] * factor).view(param.shape)
+            if param.grad is not None and param.grad.requires_grad:
+                set_value(param.grad, mean)
+            else:
+                param.grad = mean

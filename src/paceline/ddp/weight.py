@@ -119,8 +119,15 @@ class LossWeight:
         self._block_counts = True
         self._accumulated |= _note(reached)
 
-    def refuse_mixture(self, step: int) -> None:
-        """Raise if some micro-batches of the step had a weight and some had none."""
+    def refuse_misuse(self, step: int, params: Iterable[Parameter]) -> None:
+        """Raise if the gradients of this step's micro-batches cannot be divided by one weight."""
+        if self.is_set and any(p.grad is not None and p.grad.requires_grad for p in params):
+            raise UsageError(
+                f"Step {step}: weighted gradients have a graph, through which nothing knows how to "
+                "divide by the items of all ranks.",
+                advice="Leave create_graph=True out, or model.weighted(); torch.autograd.grad() "
+                "computes gradients of this rank's loss for a penalty.",
+            )
         if self.is_set and (self._has_unweighted or self._block is None):
             raise UsageError(
                 f"Step {step}: some of the accumulated backward passes had a weight and some had "
