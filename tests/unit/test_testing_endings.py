@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.testing.ranks import drop_unfinished_backward, let_go
+from paceline.testing.ranks import drop_unfinished_backward, strip_references
 
 
 class Group:
@@ -91,7 +91,7 @@ def caught_from(way: Any) -> tuple[Exception, str, weakref.ref[Group]]:
         way(group)
     except Exception as error:
         before = "".join(traceback.format_exception(error))
-        let_go(error)
+        strip_references(error)
         drop_unfinished_backward()
         return error, before, weakref.ref(group)
     raise AssertionError("nothing was raised")

@@ -1,8 +1,8 @@
-"""Batch normalisation over the chunks of all replicas, which wait for each other in every layer.
+"""Batch normalisation over the chunks of all replicas, which synchronise in every layer.
 
 The statistics are those of the whole batch, so N replicas normalise as one would. Each replica
-brings its chunk's mean and variance and takes everybody's; autograd follows them across replicas
-by itself, because all of this is one process and one graph.
+contributes its chunk's mean and variance and gets those of all; autograd differentiates through
+them, because all replicas are in one process and one graph.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from paceline.errors import UsageError
 from paceline.torch_private import BatchNorm
 
 Moments = tuple[Tensor, Tensor, int]
-"""Mean and biased variance per channel, and over how many elements they are taken."""
+"""Mean and biased variance per channel, and the number of elements."""
 
 
 class AbsentError(UsageError):
-    """A replica waits for one that will not come, which mostly has an error of its own."""
+    """A replica waits for one that has left, usually because of an error of its own."""
 
 
 class StatisticsExchange:
-    """Lets the replicas of one forward pass exchange moments, layer after layer.
+    """Exchanges moments between the replicas of one forward pass, layer by layer.
 
-    A replica that is finished, or has failed, leaves. Those that wait for it then fail too, so that
-    nobody waits forever.
+    A replica that has finished or failed leaves. Replicas that wait for it then fail too, instead
+    of waiting forever.
     """
 
     def __init__(self, devices: Sequence[ReplicaDevice]) -> None:
@@ -42,7 +42,7 @@ class StatisticsExchange:
     def open(self, replicas: Sequence[int]) -> None:
         """Begin a forward pass of these replicas."""
         self._expected = list(replicas)
-        self._brought: dict[int, tuple[str, Moments]] = {}
+        self._moments: dict[int, tuple[str, Moments]] = {}
         self._left: list[int] = []
 
     def leave(self, replica: int) -> None:
@@ -51,26 +51,27 @@ class StatisticsExchange:
             self._changed.notify_all()
 
     def exchange(self, replica: int, layer: str, moments: Moments) -> list[Moments]:
-        """Everybody's moments, in the order of the replicas, once all have brought theirs."""
+        """Wait for all replicas; returns their moments in the order of replicas."""
         with self._changed:
-            brought = self._brought
+            # A new dictionary for each layer, so that a waiting replica still has its own layer's.
+            brought = self._moments
             brought[replica] = (layer, moments)
             if len(brought) == len(self._expected):
-                self._brought = {}  # for the next layer
+                self._moments = {}  # for the next layer
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: brought is not self._brought or self._left)
-            if brought is self._brought:
+            self._changed.wait_for(lambda: brought is not self._moments or self._left)
+            if brought is self._moments:
                 del brought[replica]
                 where = "which is done: it failed, or it left this layer out"
-                raise AbsentError(*self._apart(replica, layer, self._left[0], where))
+                raise AbsentError(*self._mismatch(replica, layer, self._left[0], where))
         for number in self._expected:
             other, _ = brought[number]
             if other != layer:
-                raise UsageError(*self._apart(replica, layer, number, f"which is in {other!r}"))
+                raise UsageError(*self._mismatch(replica, layer, number, f"which is in {other!r}"))
         return [brought[number][1] for number in self._expected]
 
-    def _apart(self, replica: int, layer: str, other: int, where: str) -> tuple[str, str, str]:
-        """What is said when two replicas are not in the same layer."""
+    def _mismatch(self, replica: int, layer: str, other: int, where: str) -> tuple[str, str, str]:
+        """The message for two replicas that are not in the same layer."""
         return (
             f"Replica {replica} on {self._devices[replica].name} waits in {layer!r} for the batch "
             f"statistics of replica {other} on {self._devices[other].name}, {where}.",
@@ -81,7 +82,7 @@ class StatisticsExchange:
 
 
 class WholeBatch:
-    """Mixed into a BatchNorm class: normalises by the moments of all replicas' chunks."""
+    """Mixin for a BatchNorm class: normalises by the moments of all replicas' chunks."""
 
     exchange: StatisticsExchange
     replica: int
@@ -99,12 +100,12 @@ class WholeBatch:
         elements = input.numel() // input.size(1)
         if elements:
             variance, mean = torch.var_mean(values, dims, correction=0)
-        else:  # of no rows they would be NaN, and count nothing
+        else:  # without rows they would be NaN; zero elements give them no weight
             variance = mean = values.sum(dims)
-        everybody = self.exchange.exchange(self.replica, self.layer, (mean, variance, elements))
-        if sum(theirs for _, _, theirs in everybody) < 2:
-            return plain(input)  # has its own words for a batch of nothing or of one
-        mean, variance, elements = _combine(everybody, input.device)
+        moments = self.exchange.exchange(self.replica, self.layer, (mean, variance, elements))
+        if sum(theirs for _, _, theirs in moments) < 2:
+            return plain(input)  # torch's class raises for a batch of fewer than two
+        mean, variance, elements = _combine(moments, input.device)
         self._track(mean.detach(), variance.detach(), elements)
         shape = [1, -1] + [1] * (input.dim() - 2)
         scale = (variance + self.eps).rsqrt()
@@ -129,12 +130,12 @@ class WholeBatch:
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), weight)
 
 
-def _combine(everybody: Sequence[Moments], device: torch.device) -> Moments:
-    """The moments of all chunks together."""
-    total = sum(elements for _, _, elements in everybody)
+def _combine(moments: Sequence[Moments], device: torch.device) -> Moments:
+    """The moments of all chunks combined."""
+    total = sum(elements for _, _, elements in moments)
     shares = [
         (mean.to(device), variance.to(device), elements / total)
-        for mean, variance, elements in everybody
+        for mean, variance, elements in moments
     ]
     mean = torch.stack([mean * share for mean, _, share in shares]).sum(0)
     variance = torch.stack(
@@ -148,11 +149,11 @@ def has_batch_norm(module: nn.Module) -> bool:
 
 
 def is_replaced(module: nn.Module) -> bool:
-    """Whether replicas of this layer wait for each other; SyncBatchNorm waits for ranks."""
+    """Whether replicas of this layer synchronise; SyncBatchNorm synchronises ranks instead."""
     return isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
 
 
 @cache
 def whole_batch_class(kind: type[Any]) -> Any:
-    """The BatchNorm class with `WholeBatch` before it."""
+    """The BatchNorm class with the mixin `WholeBatch`."""
     return type(kind.__name__, (WholeBatch, kind), {})

@@ -1,9 +1,9 @@
 """DataParallel: one process, one model, a replica on each device.
 
-A forward pass is scatter, replicate, parallel apply, gather; this file puts them in order.
-`backward()` computes the loss on the replicas too, so that only numbers come together on one
-device. A mean over chunks of different sizes is not the mean of their means: each chunk's loss gets
-a factor, and the sum over chunks of factor times loss is the loss of the whole batch.
+A forward pass is scatter, replicate, parallel apply, gather; this file calls them in order.
+`backward()` computes the loss on the replicas too, so only losses and gradients are collected on
+one device. A mean over chunks of different sizes is not the mean of their means: each chunk's loss
+gets a factor, and the sum over chunks of factor times loss is the loss of the whole batch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def plan_factors(
     count: Count | None,
     devices: Sequence[ReplicaDevice],
 ) -> list[Tensor]:
-    """Each chunk's factor, a float64 on its own device; nothing waits for a device."""
+    """Each chunk's factor, a float64 on the chunk's device; the host waits for no device."""
     check_choice("reduction", reduction, get_args(LossReduction))
     homes = [devices[chunk.replica].device for chunk in chunks]
     if count is None:
@@ -77,7 +77,7 @@ def _as_count(value: Tensor | float, device: torch.device) -> Tensor:
 
 
 def compute_loss(chunk: Chunk, module: nn.Module, loss_fn: Callable[..., Tensor]) -> Tensor:
-    """The loss of a chunk, which must be something to differentiate."""
+    """The loss of a chunk; raises unless it is one differentiable number."""
     output = module(*chunk.args, **chunk.kwargs)
     loss = loss_fn(output) if chunk.targets is None else loss_fn(output, chunk.targets)
     is_number = isinstance(loss, Tensor) and loss.dim() == 0
@@ -93,7 +93,7 @@ def compute_loss(chunk: Chunk, module: nn.Module, loss_fn: Callable[..., Tensor]
 
 
 def total_loss(losses: Sequence[Tensor], factors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The loss of the whole batch. A chunk that does not count may have no loss (0 / 0)."""
+    """The loss of the whole batch. A chunk with factor 0 may have the loss NaN (0 / 0)."""
     parts = [
         torch.where(factor > 0, loss.detach() * factor.to(loss.dtype), 0).to(device)
         for loss, factor in zip(losses, factors, strict=True)
@@ -106,7 +106,7 @@ BatchNorm = Literal["first", "whole"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DPOptions:
-    """How replicas behave where torch's have one way only."""
+    """Options of replicas that torch's class does not have."""
 
     batch_norm: BatchNorm = "first"
     """Which rows BatchNorm normalises by in training: each replica's own, with running statistics
@@ -114,12 +114,12 @@ class DPOptions:
     (`"whole"`, as the bare module does)."""
 
     share_parameters: bool = True
-    """Let replicas in the module's own memory use its parameters themselves. With False each has a
-    copy, for modules that write to their parameters in forward."""
+    """Let replicas on the module's device use its parameters directly. With False each has a copy,
+    for modules that write to their parameters in forward."""
 
     cpu_threads: int | None = None
-    """Threads that operators of one CPU replica may use; by default the replicas share out those
-    that the process has."""
+    """Threads for the operators of one CPU replica; by default the replicas share those of the
+    process."""
 
     def __post_init__(self) -> None:
         check_choice("batch_norm", self.batch_norm, get_args(BatchNorm))
@@ -132,9 +132,9 @@ DEFAULT_OPTIONS = DPOptions()
 class DataParallel(Wrapper):
     """Runs a module on several devices at once, each on a part of the batch.
 
-    Takes torch's arguments and gives torch's outputs and gradients. Devices may also be parts of
-    the CPU, `["cpu:0", "cpu:1"]`, each a thread. `split` shares the rows out by weight, for devices
-    of unequal speed; `options` holds what else torch's class has no argument for.
+    Takes torch's arguments and returns torch's outputs and gradients. Devices may also be parts of
+    the CPU, `["cpu:0", "cpu:1"]`, each a thread. `split` divides the rows by weight, for devices of
+    unequal speed; `options` has the other settings that torch's class lacks.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class DataParallel(Wrapper):
             devices[0] if output_device is None else find_device(output_device, "output_device")
         )
         nn.Module.__init__(self)
-        # Set before `module`: from then on, names that the module has are set on the module.
+        # Before `module`: once that is set, assigning a name that the module has sets it there.
         self.dim = dim
         self.device_ids = [place.torch_id for place in devices]
         self.split = None if split is None else list(split)
@@ -177,7 +177,7 @@ class DataParallel(Wrapper):
 
     @never_compiled  # a graph captured by torch.compile cannot contain threads
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module on the replicas' parts of the inputs, and join their outputs."""
+        """Run the replicas on their parts of the inputs, and join their outputs."""
         if len(self._devices) == 1:
             return self._run_alone(inputs, kwargs)
         chunks = scatter(inputs, kwargs, self._devices, self.dim, self.split)
@@ -201,10 +201,10 @@ class DataParallel(Wrapper):
 
         Each replica computes `loss_fn(module(*inputs, **kwargs), targets)` for its chunk, without
         `targets` if there are none, and its gradients. A tuple of `inputs` is several arguments.
-        With reduction "mean" the chunks' losses are weighed by their rows, or by `count(targets)`,
+        With reduction "mean" the chunks' losses are weighted by their rows, or by `count(targets)`,
         such as the number of tokens that are not padding. With "sum" they are added up, and
         divided by the sum of `count(targets)` if that is given.
-        Gradients are added to the parameters' own when all replicas have succeeded.
+        Gradients are added to those of the parameters once all replicas have succeeded.
         """
         args = inputs if isinstance(inputs, tuple) else (inputs,)
         chunks = scatter(args, kwargs or {}, self._devices, self.dim, self.split, targets)
@@ -234,11 +234,11 @@ class DataParallel(Wrapper):
 class ReplicaEngine:
     """One module's replicas, the parameters they use, and the threads they run in.
 
-        built --(forward | backward)--> used ... --(module or threads changed)--> dropped
+        built --(forward | backward)--> used ... --(module or threads changed)--> replaced
 
-    Everything that is not part of the model's state is here, so the wrapper can be copied, saved
-    and forked without it. A call takes a chunk for each replica that has rows: replicas are
-    refreshed in the calling thread, then all work. Calls from several threads take turns.
+    Nothing in it is part of the model's state, so the wrapper can be copied, saved and forked
+    without it. A call takes a chunk for each replica that has rows: replicas are refreshed in the
+    calling thread, then all run at once. Calls from several threads take turns.
     """
 
     def __init__(self, module: nn.Module, devices: list[ReplicaDevice], options: DPOptions) -> None:
@@ -257,7 +257,7 @@ class ReplicaEngine:
         self._lock = threading.RLock()
 
     def is_usable(self, module: nn.Module) -> bool:
-        """Whether module, submodules and threads are still those this engine was built with."""
+        """Whether module, submodules and threads are still those the engine was built with."""
         pool = self._apply.pool
         has_threads = pool is None or pool.is_alive
         return has_threads and module is self._source and self._replicas[0].is_current()
@@ -268,7 +268,7 @@ class ReplicaEngine:
         def work(chunk: Chunk, module: nn.Module) -> Any:
             return module(*chunk.args, **chunk.kwargs)
 
-        with self._turn() as params:
+        with self._exclusive() as params:
             tables = self._parameters.link(params, [chunk.replica for chunk in chunks])
             return self._run(chunks, tables, work)
 
@@ -291,7 +291,7 @@ class ReplicaEngine:
             torch.autograd.backward(loss, factor_by_replica[chunk.replica].to(loss.dtype))
             return loss.detach()
 
-        with self._turn() as params:
+        with self._exclusive() as params:
             tables, leaves = self._parameters.detach(params, [chunk.replica for chunk in chunks])
             losses = self._run(chunks, tables, work)
             if is_joint:
@@ -301,8 +301,8 @@ class ReplicaEngine:
         return losses
 
     @contextmanager
-    def _turn(self) -> Iterator[list[Tensor]]:
-        """One call's time with the replicas, to itself; gives the module's parameters."""
+    def _exclusive(self) -> Iterator[list[Tensor]]:
+        """One call at a time; yields the module's parameters."""
         pool = self._apply.pool
         if pool is not None:
             refuse_transforms()
@@ -315,7 +315,7 @@ class ReplicaEngine:
                 )
         with self._lock:
             if pool is not None:
-                pool.wait()  # for a call that Ctrl-C interrupted
+                pool.wait()  # for jobs of a call that Ctrl-C interrupted
             params = self._replicas[0].parameters()
             tensors = [*params, *self._replicas[0].buffers()]
             if any(tensor.device != self._devices[0].device for tensor in tensors):
@@ -328,12 +328,12 @@ class ReplicaEngine:
         tables: Mapping[int, Parameters | None],
         work: Callable[[Chunk, nn.Module], Any],
     ) -> list[Any]:
-        """Do the work on every chunk, each on its replica with these parameters."""
+        """Run `work` on every chunk, each on its replica with the parameters in `tables`."""
         chunk_by_replica = {chunk.replica: chunk for chunk in chunks}
         exchange = self._exchange
         if exchange is not None:
             exchange.open(list(chunk_by_replica))
-        # The first replica that has rows, in the module's memory, writes to the module's buffers.
+        # Of the replicas on the module's device, the first that has rows updates its buffers.
         home = self._devices[0].device
         at_home = (number for number in chunk_by_replica if self._devices[number].device == home)
         writer = next(at_home, None)

@@ -1,8 +1,8 @@
-"""Where replicas compute: from `device_ids` to devices, and which of them share a thread.
+"""Where replicas compute: `device_ids` as devices, and which of them share a thread.
 
-Every `"cpu:1"` shares the CPU's one memory but has a thread of its own. Replicas on one accelerator
-share a thread: its kernels are queued and not waited for, so a second thread could only get in the
-way of the first (see decision 0010).
+Replicas on `"cpu:0"`, `"cpu:1"` share memory but have a thread each. Replicas on one accelerator
+share a thread: kernels are only queued, so a second thread would contend with the first (see
+decision 0010).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ReplicaDevice:
 
     @property
     def torch_id(self) -> int | torch.device:
-        """What torch's class would have in `device_ids`: an index for an accelerator."""
+        """The entry in the `device_ids` of torch's class: an index for an accelerator."""
         return torch.device(self.name) if self.device.type == "cpu" else self.device.index
 
 
@@ -55,7 +55,7 @@ def find_devices(device_ids: Sequence[Device] | None) -> list[ReplicaDevice]:
 
 
 def find_device(entry: Device, what: str) -> ReplicaDevice:
-    """The device that an entry of `device_ids` stands for; it must exist."""
+    """The device for an entry of `device_ids`; it must exist."""
     found = accelerator.current_accelerator(check_available=True)
     kind, count = "no accelerator" if found is None else found.type, accelerator.device_count()
     try:
@@ -78,14 +78,14 @@ def find_device(entry: Device, what: str) -> ReplicaDevice:
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on `device`; the host waits only where it will read the tensor itself."""
+    """The tensor on `device`; only a copy to the CPU blocks."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def group_by_thread(devices: Sequence[ReplicaDevice], *, one_each: bool) -> list[list[int]]:
-    """The numbers of the replicas that share a thread, for every thread.
+    """For every thread, the numbers of the replicas that share it.
 
-    With `one_each` every replica has its own, for replicas that wait for each other.
+    With `one_each` every replica has its own thread, for replicas that wait for each other.
     """
     groups: dict[object, list[int]] = {}
     for number, place in enumerate(devices):
@@ -95,7 +95,7 @@ def group_by_thread(devices: Sequence[ReplicaDevice], *, one_each: bool) -> list
 
 
 def away_from_home(module: nn.Module, home: ReplicaDevice) -> DeviceError:
-    """What to raise where a parameter or buffer does not lie where the first replica computes."""
+    """The error for a parameter or buffer that is not on the first replica's device."""
     named = [*module.named_parameters(), *module.named_buffers()]
     name, tensor = next((name, tensor) for name, tensor in named if tensor.device != home.device)
     return DeviceError(

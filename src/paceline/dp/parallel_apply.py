@@ -1,8 +1,8 @@
-"""Running replicas at the same time: a standing thread for each, in the state of the calling one.
+"""Running replicas at the same time, each in a persistent thread with the caller's torch state.
 
 torch keeps much of its state per thread: whether gradients are recorded, autocast, the current
-stream. A replica must not notice that it runs elsewhere, so `ThreadState` is taken from the calling
-thread and put around the replica in its own.
+stream. A replica must behave as in the calling thread, so `ThreadState` copies that thread's state
+and applies it in the replica's.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from paceline.torch_private import is_transformed
 
 Job = Callable[[], Any]
 Work = tuple[contextvars.Context, Job, threading.Event]
-"""A job on its way to a thread: what it runs in, and what is set when it is done."""
+"""A job for a thread: its context, the function, and the event that is set when it is done."""
 
 INTERRUPTIBLE_EVERY_S = 0.5
-"""A Ctrl-C that comes just before a thread begins to wait is noticed when it wakes up only."""
+"""A Ctrl-C just before a wait is handled only when the wait ends, so waits end this often."""
 
-_OMP_PAUSE_SOFT = 1  # settings such as the number of threads stay
+_OMP_PAUSE_SOFT = 1  # keeps settings such as the number of threads
 _MAPS, _TASKS = Path("/proc/self/maps"), Path("/proc/self/task")
 
 
 class ParallelApply:
-    """Does the same work on several replicas, each in the thread that it belongs to.
+    """Does the same work on several replicas, each in its thread.
 
     `groups` are the numbers of the replicas that share a thread; they take turns. A single group
     needs no thread: the calling one does the work.
@@ -60,7 +60,7 @@ class ParallelApply:
             self.pool = ThreadPool(names, cpu_threads or share, shares_processors=on_cpu > 1)
 
     def __call__(self, replicas: Sequence[int], work: Callable[[int], Any]) -> list[Any]:
-        """What `work` returns for these replicas; or the first error that is not an echo."""
+        """The results of `work` by replica; raises the first error, of a replica's own if any."""
         state = ThreadState(self._devices)
         results: dict[int, Any] = {}
         errors: dict[int, BaseException] = {}
@@ -86,14 +86,14 @@ class ParallelApply:
             raise error
         finally:
             errors.clear()
-            del error  # its traceback holds this frame, and with it the whole batch
+            del error  # its traceback refers to this frame, which keeps the whole batch alive
 
 
 class ThreadPool:
-    """Standing threads, one for every name, that do what they are given and wait again.
+    """Persistent threads, one for every name, that run jobs.
 
-    A thread refers to its queue only. So the pool, and the model that owns it, can be collected
-    while threads wait, and that ends them.
+    A thread refers only to its queue. So the pool, and the model that owns it, can be collected
+    while threads wait; that ends the threads.
     """
 
     def __init__(
@@ -109,22 +109,22 @@ class ThreadPool:
             args = (queue, started, cpu_threads)
             threading.Thread(target=_serve, args=args, name=name, daemon=True).start()
         self._thread_ids = {started.get() for _ in names}
-        # The number is one per thread, but new threads start with the one that was set last.
+        # The number is per thread, but new threads start with the number that was set last.
         torch.set_num_threads(before)
         weakref.finalize(self, _end_threads, self._queues)
 
     @property
     def is_alive(self) -> bool:
-        """Threads do not come along into a forked process."""
+        """Whether the threads exist: a forked process does not have them."""
         return self._pid == os.getpid()
 
     @property
     def is_calling(self) -> bool:
-        """Whether the code that asks runs in one of the pool's own threads."""
+        """Whether the caller runs in one of the pool's threads."""
         return threading.get_ident() in self._thread_ids
 
     def run(self, jobs: Sequence[Job | None]) -> None:
-        """Do one job per thread, all at once, and wait until all are done."""
+        """Run one job per thread, all at once, and wait until all are done."""
         self.wait()
         if self._shares_processors:
             stop_idle_openmp_threads()
@@ -136,7 +136,7 @@ class ThreadPool:
         self.wait()
 
     def wait(self) -> None:
-        """Wait for all jobs, also those of a call that Ctrl-C interrupted."""
+        """Wait for all jobs, including those of a call that Ctrl-C interrupted."""
         while self._unfinished:
             if self._unfinished[0].wait(INTERRUPTIBLE_EVERY_S):
                 self._unfinished.pop(0)
@@ -144,7 +144,9 @@ class ThreadPool:
 
 def _serve(queue: SimpleQueue[Work | None], started: SimpleQueue[int], cpu_threads: int) -> None:
     torch.set_num_threads(cpu_threads)
-    torch.get_num_threads()  # the first look in a thread adopts what was set last, anywhere: ours
+    # The first call in a thread adopts the number that any thread set last: call it now, while that
+    # is ours.
+    torch.get_num_threads()
     started.put(threading.get_ident())
     del started
     while (work := queue.get()) is not None:
@@ -152,7 +154,7 @@ def _serve(queue: SimpleQueue[Work | None], started: SimpleQueue[int], cpu_threa
         try:
             context.run(job)
         finally:
-            # Nothing of this batch may stay alive while the thread waits for the next.
+            # Free this batch now: locals would keep it alive while the thread waits for the next.
             del work, context, job
             done.set()
 
@@ -163,7 +165,7 @@ def _end_threads(queues: Sequence[SimpleQueue[Work | None]]) -> None:
 
 
 class ThreadState:
-    """What the calling thread has switched on, to be put around a replica in another thread."""
+    """The calling thread's torch state, to be applied around a replica in another thread."""
 
     def __init__(self, replicas: Sequence[ReplicaDevice]) -> None:
         devices = {place.device for place in replicas if place.device.type != "cpu"}
@@ -178,9 +180,10 @@ class ThreadState:
         }
 
     def around(self, own: torch.device) -> ExitStack:
-        """A context like the calling thread's, for a replica on the device `own`."""
+        """A context with the calling thread's state, for a replica on the device `own`."""
         stack = ExitStack()
-        # All of them, because a copy between devices uses a stream of each; its own last.
+        # The streams of all devices, because a copy between two uses a stream of each; `own` last,
+        # to be the current device.
         for device in sorted(self._streams, key=lambda device: device == own):
             stack.enter_context(torch.accelerator.device_index(device.index))
             stack.enter_context(self._streams[device])
@@ -195,7 +198,7 @@ class ThreadState:
 
 
 def refuse_transforms() -> None:
-    """Raise where derivatives are taken in a way in which other threads take no part."""
+    """Raise inside a transform or forward-mode differentiation, which other threads do not see."""
     if is_transformed():
         raise UsageError(
             "Transforms of torch.func and forward-mode differentiation do not reach the replicas' "
@@ -205,17 +208,16 @@ def refuse_transforms() -> None:
 
 
 def stop_idle_openmp_threads() -> None:
-    """End the OpenMP threads that help the calling one, where they are GNU's and can be asked."""
-    # After every operation they spin for some milliseconds, in the hope of another one. The
-    # caller's optimizer is such an operation, and the replicas start right after it: on two cores a
-    # step of a small convolutional net took 37 ms instead of 31. The next large operation makes new
-    # ones, in some 10 us for each. A forked process has none, but its OpenMP would wait for them
-    # forever.
+    """End the calling thread's OpenMP worker threads, where the library is GNU's and allows it."""
+    # After every operation they spin for some milliseconds, waiting for another one. The caller's
+    # optimizer is such an operation, and the replicas start right after it: on two cores a step of
+    # a small convolutional net took 37 ms instead of 31. The next large operation starts new ones,
+    # in some 10 us each. A forked process has none, but its OpenMP would wait for them forever.
     functions = _openmp_pause_functions()
     if not functions or len(os.listdir(_TASKS)) <= threading.active_count():
-        return  # there are no threads but Python's
+        return  # there are only Python's threads
     for pause in functions:
-        pause(_OMP_PAUSE_SOFT)  # refuses inside a parallel region, which is right too
+        pause(_OMP_PAUSE_SOFT)  # does nothing inside a parallel region, as it should
 
 
 @cache
@@ -223,5 +225,5 @@ def _openmp_pause_functions() -> list[Callable[[int], int]]:
     try:
         paths = set(re.findall(r"(/.*/libgomp\S*\.so\S*)$", _MAPS.read_text(), re.MULTILINE))
         return [ctypes.CDLL(path).omp_pause_resource_all for path in sorted(paths)]
-    except (OSError, AttributeError):  # another system, or a libgomp from before OpenMP 5
+    except (OSError, AttributeError):  # not Linux, or a libgomp older than OpenMP 5
         return []

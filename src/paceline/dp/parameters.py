@@ -1,12 +1,12 @@
-"""What each replica uses as its parameters, and how gradients get back to the module's own.
+"""The parameters that each replica uses, and how their gradients reach the module's.
 
-In a forward pass it is the module's own parameters, or copies in another memory: one flat buffer
-per dtype, filled by one copy, seen through views. To autograd the copies are functions of the
-parameters, whose backward sums the copies' gradients where the parameters are.
+In a forward pass these are the module's parameters, or copies on another device: views of one flat
+buffer per dtype, filled by one copy. To autograd the copies are functions of the parameters, whose
+backward sums the copies' gradients on the parameters' device.
 
-For the loss on the replicas it is leaves: tensors that share a parameter's memory but not its
-gradient. Every thread collects gradients on its own leaves, undisturbed by the others; only when
-all have succeeded are they summed, and delivered to the parameters once, so that hooks see the sum.
+For the loss on the replicas they are leaves: tensors that share a parameter's memory but not its
+gradient. Every thread accumulates gradients in its own leaves, without locks; when all have
+succeeded, these are summed and added to the parameters once, so that hooks see the sum.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ Layout = tuple[torch.Size, tuple[int, ...]]
 
 
 class ParameterSource:
-    """Hands out parameters to replicas, from the memory each of them computes in.
+    """Provides parameters to replicas, on the device where each of them computes.
 
-    Replicas at home use the module's own, unless `share` is off; replicas on another device share
-    one copy there.
+    Replicas on the module's device use the module's own, unless `share` is off; replicas on another
+    device share one copy there.
     """
 
     def __init__(
@@ -70,30 +70,31 @@ class ParameterSource:
     def detach(
         self, params: Sequence[Tensor], replicas: Sequence[int]
     ) -> tuple[dict[int, Parameters], list[list[nn.Parameter]]]:
-        """Leaves by replica, and as lists, for a forward pass whose gradients are kept apart."""
+        """Leaves by replica, and as lists, for a forward pass with separate gradients."""
         self._refresh(params, replicas)
         tables: dict[int, Parameters] = {}
         leaves: dict[tuple[int, int], list[nn.Parameter]] = {}
         for thread, group in enumerate(self._groups):
             for number in (number for number in group if number in replicas):
                 copies = self._copies.get(number)
-                key = (thread, id(copies))  # replicas that take turns on one memory share leaves
+                # Replicas of one thread and one copy take turns, so they can share leaves.
+                key = (thread, id(copies))
                 if key not in leaves:
                     leaves[key] = _leaves(params if copies is None else copies.tensors, params)
                 tables[number] = _table(params, leaves[key])
         return tables, list(leaves.values())
 
     def collect(self, params: Sequence[Tensor], leaves: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Sum the gradients of all leaves and add them to the parameters' own."""
+        """Sum the gradients of all leaves and add them to those of the parameters."""
         grads = [[leaf.grad for leaf in own] for own in leaves]
         for own in leaves:
             for leaf in own:
-                leaf.grad = None  # replicas keep leaves until the next call
+                leaf.grad = None  # the leaves live until the next call
         with torch.no_grad():
-            _deliver(params, _sum_at_home(grads, self._home))
+            _accumulate(params, _sum_on_device(grads, self._home))
 
     def _refresh(self, params: Sequence[Tensor], replicas: Sequence[int]) -> list[FlatCopies]:
-        """The copies that these replicas use, each once and up to date."""
+        """The copies that these replicas use, each once, refreshed."""
         used = {id(c): c for number, c in self._copies.items() if number in replicas}
         for copies in used.values():
             copies.refresh(params)
@@ -110,14 +111,14 @@ class FlatCopies:
 
     def refresh(self, params: Sequence[Tensor]) -> None:
         """Copy the parameters, unless it is certain that they have not changed."""
-        # A write through `param.data` leaves no trace, and training loops do that. So with
-        # gradients on, they count as changed; see decision 0011. The buffer is a new one every
-        # time: graphs of earlier forward passes still look at the old.
+        # A write through `param.data` does not change the version, and training loops do that. So
+        # with gradients on they are always copied; see decision 0011. Into a new buffer every time,
+        # because graphs of earlier forward passes still refer to the old one.
         is_training = torch.is_grad_enabled()
         seen = [(id(p), p.data_ptr(), -1 if p.is_inference() else p._version) for p in params]
         if seen == self._seen and not is_training:
             return
-        self.tensors = []  # give the old ones up before the new ones are made
+        self.tensors = []  # free the old ones before the new ones are allocated
         self.tensors = copy_flat([param.detach() for param in params], self.device)
         self._seen = None if is_training else seen
 
@@ -125,7 +126,7 @@ class FlatCopies:
 def copy_flat(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """A copy of every tensor on `device`, each dense one a view of one new buffer per dtype."""
     copies = list(tensors)
-    # A replica that is first made in inference mode must still be able to train later.
+    # Not as inference tensors: a replica first made in inference mode must be able to train later.
     with torch.inference_mode(False), torch.no_grad():
         for indices in _dense_by_dtype(tensors):
             group = [tensors[index] for index in indices]
@@ -138,7 +139,7 @@ def copy_flat(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
             for index, view in zip(indices, views, strict=True):
                 copies[index] = view
         for index, tensor in enumerate(tensors):
-            if tensor.layout is not torch.strided:  # a sparse one has no one memory
+            if tensor.layout is not torch.strided:  # a sparse tensor is not one block of memory
                 copies[index] = tensor.to(device, copy=True)
     return copies
 
@@ -172,22 +173,22 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         by_copies = [grads[i : i + ctx.count] for i in range(0, len(grads), ctx.count)]
-        return None, *_sum_at_home(by_copies, ctx.home)
+        return None, *_sum_on_device(by_copies, ctx.home)
 
 
-def _sum_at_home(
+def _sum_on_device(
     grads_by_source: Sequence[Sequence[Tensor | None]], home: torch.device
 ) -> list[Tensor | None]:
-    """The sums over sources, in their order; each source's gradients travel in one piece."""
+    """The sums over sources, in their order; each source's gradients are copied as one tensor."""
     totals: list[Tensor | None] = [None] * len(grads_by_source[0])
     for grads in grads_by_source:
-        for index, grad in enumerate(_bring_home(grads, home)):
+        for index, grad in enumerate(_copy_to(grads, home)):
             total = totals[index]
             totals[index] = grad if total is None else total if grad is None else total + grad
     return totals
 
 
-def _bring_home(grads: Sequence[Tensor | None], home: torch.device) -> Sequence[Tensor | None]:
+def _copy_to(grads: Sequence[Tensor | None], home: torch.device) -> Sequence[Tensor | None]:
     if all(grad is None or grad.device == home for grad in grads):
         return grads
     moved = [
@@ -201,8 +202,8 @@ def _bring_home(grads: Sequence[Tensor | None], home: torch.device) -> Sequence[
     return moved
 
 
-def _deliver(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    """Add gradients to the parameters as a backward pass would, which is what hooks expect."""
+def _accumulate(params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """Add gradients to the parameters; where one has hooks, by a backward pass that runs them."""
     hooked: list[tuple[Tensor, Tensor]] = []
     sums: list[Tensor] = []
     added: list[Tensor] = []

@@ -1,10 +1,10 @@
-"""Copies of a module that persist: built once, brought up to date before every forward pass.
+"""Persistent copies of a module: built once, refreshed before every forward pass.
 
-A replica has module objects of its own, because a forward pass may set attributes on them. What
-they hold as parameters is decided in `parameters`.
+A replica has its own module objects, because a forward pass may set attributes on them. Their
+parameters come from `parameters`.
 
-Buffers are written to in forward passes. The first replica that has rows has the module's own, so
-that they are updated once, as by `nn.DataParallel`; every other replica has copies.
+Forward passes write to buffers. The first replica that has rows uses the module's own, so that they
+are updated once, as by `nn.DataParallel`; every other replica uses copies.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from paceline.errors import UsageError
 class Replica:
     """One copy of `source`, on `device`; `number` is its place in `device_ids`.
 
-        built --(refresh)--> like the source --(forward)--> used --(refresh)--> like the source ...
+        built --(refresh)--> equal to source --(forward)--> used --(refresh)--> equal to source ...
 
-    Invariant: a replica keeps nothing from one refresh to the next but its module objects and its
-    copies of buffers. Whatever else a forward pass set on it is gone, as torch's replicas are.
+    Invariant: only the module objects and the copies of buffers survive a refresh. All else that a
+    forward pass has set on a replica is removed, as in torch, whose replicas live for one pass.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Replica:
         return self._links[0].copy
 
     def parameters(self) -> list[Tensor]:
-        """What the source learns: its parameters, and buffers that require gradients, each once."""
+        """The source's parameters, and buffers that require gradients, each once."""
         found: dict[int, Tensor] = {}
         for link in self._links:
             for param in link.source._parameters.values():
@@ -60,7 +60,7 @@ class Replica:
         return list(found.values())
 
     def buffers(self) -> list[Tensor]:
-        """The source's buffers; one that is used in several places several times."""
+        """The source's buffers; a shared one occurs several times."""
         return [
             buffer
             for link in self._links
@@ -73,9 +73,9 @@ class Replica:
         return all(link.source._modules == link.children_seen for link in self._links)
 
     def refresh(self, parameters: Parameters | None, *, copy_buffers: bool) -> None:
-        """Take over the source's attributes, buffers, and parameters or what stands for them."""
+        """Copy the source's attributes; use `parameters` in place of its own, unless None."""
         for link in self._links:
-            # One replica has the source's dictionary itself: what is assigned in forward counts.
+            # One replica uses the source's dictionary itself: buffers assigned in forward are kept.
             link.refresh(parameters, {} if copy_buffers else link.source._buffers)
         if copy_buffers:
             self._refresh_buffers(parameters or {})
@@ -88,8 +88,8 @@ class Replica:
         named = [
             (link, name, buffer) for link in links for name, buffer in link.source._buffers.items()
         ]
-        seen = [(name, _stamp(buffer)) for _, name, buffer in named]
-        # Batch normalisation writes to its statistics without a trace in their versions.
+        seen = [(name, _version_of(buffer)) for _, name, buffer in named]
+        # Batch normalisation updates its statistics without changing their versions.
         is_training = any(link.source.training for link in links)
         if is_training or seen != self._buffers_seen:
             self._buffers_seen = None if is_training else seen
@@ -123,7 +123,7 @@ class _Link:
         self.source = source
         self.copy: nn.Module = type(source).__new__(type(source))
         self.extras: dict[str, Any] = {}
-        """Attributes that the copy alone has."""
+        """Attributes that only the copy has."""
         self.children_seen = dict(source._modules)
         self.children: dict[str, nn.Module | None] = {}
         self.buffers: dict[str, Tensor | None] = {}
@@ -133,7 +133,7 @@ class _Link:
 
     def refresh(self, parameters: Parameters | None, buffers: dict[str, Tensor | None]) -> None:
         state, copied = self.source.__dict__, self.copy.__dict__
-        if len(state) != self.attributes_seen:  # one may be new; looking at all takes long
+        if len(state) != self.attributes_seen:  # checking all attributes in each pass is slow
             self.attributes_seen = len(state)
             self.bound = [name for name, value in state.items() if isinstance(value, MethodType)]
         copied.clear()
@@ -148,12 +148,12 @@ class _Link:
             name: None if param is None else parameters[id(param)]
             for name, param in state["_parameters"].items()
         }
-        if self.is_recurrent:  # keeps a list of them for its kernel
+        if self.is_recurrent:  # an RNN also keeps a list of its parameters, for cuDNN
             names = cast(nn.RNNBase, self.source)._flat_weights_names
             copied["_flat_weights"] = [own.get(name) for name in names]
 
     def rebind(self, links: Sequence[_Link]) -> None:
-        """Let methods that the source keeps as attributes work on the copy."""
+        """Rebind bound methods, which the source has as attributes, to the copy."""
         for name in self.bound:
             method = self.source.__dict__.get(name)
             if isinstance(method, MethodType):
@@ -169,7 +169,7 @@ def _first_lazy(name: str, module: nn.Module) -> str:
 
 
 def _link(source: nn.Module, number: int, exchange: StatisticsExchange | None) -> list[_Link]:
-    """The module and all its submodules, each once, linked with a copy."""
+    """The module and all its submodules, each once, each with a copy."""
     links = []
     for name, module in source.named_modules():
         link = _Link(name, module)
@@ -194,10 +194,10 @@ def _link(source: nn.Module, number: int, exchange: StatisticsExchange | None) -
     return links
 
 
-def _stamp(buffer: Tensor | None) -> object:
-    """What changes when a buffer is replaced, written to or made to learn."""
+def _version_of(buffer: Tensor | None) -> object:
+    """A value that changes when a buffer is replaced, written to, or set to require gradients."""
     if buffer is None:
         return None
     if buffer.is_inference() or buffer.layout is not torch.strided:
-        return object()  # it cannot be told, so it equals no other
+        return object()  # changes cannot be detected: equal to nothing, so always copied
     return buffer.data_ptr(), buffer._version, buffer.requires_grad

@@ -1,10 +1,10 @@
-"""Splitting a batch among replicas, and joining their outputs, along one dimension.
+"""Splitting a batch among replicas along one dimension, and joining their outputs.
 
-Chunks are views where the tensor already lies on the chunk's device. Tensors without dimensions,
-and everything that is not a tensor, go to every replica as they are.
+Chunks are views where the tensor is already on the chunk's device. Tensors without dimensions, and
+all that is not a tensor, go to every replica unchanged.
 
 Outputs are joined on one device. Tensors without dimensions, such as losses, become a vector with
-one element per replica. What is not a tensor must be equal in all replicas, and is returned once.
+one element per replica. Anything else must be equal in all replicas, and is returned once.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Chunk:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rows: int
-    """How long the batch's first tensor is here, along the dimension that was cut."""
+    """The length of the batch's first tensor in this chunk, along the split dimension."""
     targets: Any = None
-    """What a loss function compares the module's output with."""
+    """The targets for the loss function."""
 
     @property
     def contents(self) -> Contents:
@@ -59,7 +59,7 @@ def scatter(
     weights: Sequence[float] | None = None,
     targets: Any = None,
 ) -> list[Chunk]:
-    """One chunk for every replica that gets rows; together they are the batch, in order.
+    """Split a batch into a chunk for every replica that gets rows, in order.
 
     An empty batch is one empty chunk, and no inputs at all are one chunk without any.
     """
@@ -92,8 +92,8 @@ def scatter(
 def plan_sizes(rows: int, count: int, weights: Sequence[float] | None = None) -> dict[int, int]:
     """How many rows each of `count` replicas gets, without those that get none.
 
-    Without weights, parts are as `torch.chunk` makes them: equal, the last one smaller, and as few
-    as that takes. With weights, each border between two parts is rounded to the nearest row.
+    Without weights, parts are those of `torch.chunk`: equal, but the last one smaller, possibly
+    fewer than `count`. With weights, each border between two parts is rounded to the nearest row.
     """
     if weights is None:
         size = -(-rows // count)
@@ -122,8 +122,8 @@ def check_weights(weights: Sequence[float] | None, replicas: int) -> None:
 
 def _part(tensor: Tensor, sizes: dict[int, int], dim: int, replica: int) -> Tensor:
     if tensor.requires_grad and torch.is_grad_enabled():
-        # Parts made by one function refuse to be written to. Parts that could be would change
-        # the graph of the tensor they share, from two threads at once.
+        # Autograd refuses in-place writes to the outputs of `split`. Writes to views made one by
+        # one would change the graph of the tensor they share, from two threads at once.
         parts = torch.split(tensor, list(sizes.values()), dim)
         return parts[list(sizes).index(replica)]
     start = sum(size for other, size in sizes.items() if other < replica)
@@ -132,20 +132,20 @@ def _part(tensor: Tensor, sizes: dict[int, int], dim: int, replica: int) -> Tens
 
 def _named_tensors(contents: Contents) -> list[tuple[str, Tensor]]:
     pairs = zip(contents, ("inputs", "kwargs", "targets"), strict=True)
-    return [named for value, name in pairs for named in _walk(value, name)]
+    return [named for value, name in pairs for named in _find_tensors(value, name)]
 
 
-def _walk(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+def _find_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, PackedSequence):
         raise UsageError(
-            f"{path} is a packed sequence, whose rows lie mixed and cannot be split.",
-            f"It holds {len(value.data):,} items of {int(value.batch_sizes[0])} sequences.",
+            f"{path} is a packed sequence, whose rows are interleaved and cannot be split.",
+            f"It has {len(value.data):,} items of {int(value.batch_sizes[0])} sequences.",
             "Pass the padded batch and its lengths, and pack in forward.",
         )
     if isinstance(value, Tensor):
         yield path, value
     for key, item in children_of(value):
-        yield from _walk(item, path + key)
+        yield from _find_tensors(item, path + key)
 
 
 def _sizes(
@@ -186,7 +186,7 @@ def gather(
     dim: int = 0,
     path: str = "output",
 ) -> Any:
-    """One output like each of `outputs`; `sources` say where these come from, for messages."""
+    """Join `outputs` into one of the same structure; `sources` are their devices, for messages."""
 
     def refuse(what: str, describe: Callable[[Any], object], advice: str) -> UsageError:
         pairs = zip(outputs, sources, strict=True)
@@ -196,7 +196,7 @@ def gather(
     first = outputs[0]
     if isinstance(first, PackedSequence):
         raise UsageError(
-            f"{path} is a packed sequence, whose rows lie mixed and cannot be joined.",
+            f"{path} is a packed sequence, whose rows are interleaved and cannot be joined.",
             advice="Return it padded, with pad_packed_sequence(..., total_length=...).",
         )
     parts = [dict(children_of(value)) for value in outputs]
@@ -236,6 +236,6 @@ def _shape(tensor: Tensor) -> tuple[int, ...]:
 
 def _equal(a: Any, b: Any) -> bool:
     try:
-        return bool(a == b) or bool(a != a and b != b)  # a NaN is not even equal to itself
-    except (RuntimeError, ValueError, TypeError):  # arrays and the like have no one answer
+        return bool(a == b) or bool(a != a and b != b)  # a NaN does not equal itself
+    except (RuntimeError, ValueError, TypeError):  # arrays compare elementwise
         return False

@@ -1,9 +1,9 @@
-"""Islands: groups of workers that train apart and average their parameters rarely.
+"""Islands: groups of workers that train separately and average their parameters rarely.
 
-`options` is what a user sets, and which step exchanges what; `forecast` says when that pays.
-`outer` makes one set of parameters of several, `bits` packs differences into fewer bytes. `place`
-says which island this process is in, `client` is its way to the others, and `server` the place
-where they meet, which needs no torch.
+`options` has the settings, and which step exchanges what; `forecast` computes when islands pay.
+`outer` averages the parameters of several islands, `bits` packs differences into fewer bytes.
+`place` is the island of this process, `client` sends its requests, and `server` is the meeting
+place that answers them, which needs no torch.
 """
 
 from paceline.lazy import attach

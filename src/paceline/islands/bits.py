@@ -1,6 +1,6 @@
-"""Differences of parameters in fewer bits: packed on one island, unpacked alike on all.
+"""Differences of parameters in fewer bits: packed on one island, unpacked to equal bits on all.
 
-    32   as they are
+    32   unchanged
     16   bfloat16, whose range is that of float32
      8   whole numbers from -127 to 127, with one scale for every 1,024 of them
 
@@ -31,12 +31,12 @@ def unpack(data: Tensor, like: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return _unpack_8(data, like)
     dtype = like.dtype if bits == 32 else torch.bfloat16
-    # A copy: bytes in the middle of a message need not lie where such numbers may.
+    # A copy, because bytes in the middle of a message may not be aligned for the dtype.
     return data.clone().view(dtype).to(like.device, like.dtype)
 
 
 def packed_bytes(count: int, dtype: torch.dtype, bits: int) -> int:
-    """How many bytes so many values take."""
+    """How many bytes `count` values take."""
     if bits == 8:
         return count + SCALE_BYTES * -(-count // BLOCK)
     return count * (dtype.itemsize if bits == 32 else 2)

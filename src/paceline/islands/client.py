@@ -1,4 +1,4 @@
-"""An island's way to the others: requests to the meeting place, each on a connection of its own."""
+"""An island's requests to the meeting place, each on its own connection."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from paceline.islands.place import IslandPlace
 from paceline.islands.wire import connect, receive, send
 
 REACH_S = 600.0
-"""How long an island tries to reach the meeting place, and trains no further meanwhile."""
+"""How long an island tries to reach the meeting place; training waits meanwhile."""
 LOCAL_REACH_S = 5.0
-"""The same on one machine, where a launcher that does not answer is gone."""
-_AGAIN_S = 0.2
-_LOOK_S = 0.02
+"""The same on one machine, where a launcher that does not answer has died."""
+_RETRY_S = 0.2
+_POLL_S = 0.02
 
 
 class IslandsError(PacelineError, RuntimeError):
@@ -31,9 +31,9 @@ class IslandsError(PacelineError, RuntimeError):
 
 
 class Request:
-    """Something asked, and answered after a while; the training continues meanwhile.
+    """A request that is answered in the background while training continues.
 
-    It is asked again where the connection breaks, so the meeting place may hear it twice.
+    It is sent again if the connection breaks, so the meeting place may receive it twice.
     """
 
     def __init__(self, place: IslandPlace, head: dict[str, Any], *bodies: Any) -> None:
@@ -49,11 +49,11 @@ class Request:
         self._thread.start()
 
     def wait(self, is_broken: Callable[[], bool]) -> tuple[dict[str, Any], bytearray]:
-        """The answer; a PeerError as soon as the group of this worker is broken."""
+        """Wait for the answer; raises PeerError as soon as this worker's group is broken."""
         try:
-            while not self._done.wait(_LOOK_S):
+            while not self._done.wait(_POLL_S):
                 if is_broken():
-                    raise PeerError("A worker of this island is gone while it waits for others.")
+                    raise PeerError("A worker of this island died while it waited for others.")
         except BaseException:
             self.drop()
             raise
@@ -62,13 +62,13 @@ class Request:
             raise IslandsError(
                 f"The meeting place of the islands at {self._place.address} cannot be reached: "
                 f"{self._problem}.",
-                advice="It is the launcher's that was started first, or that of machine 0: see "
-                "what that one printed. The run continues from its newest checkpoint.",
+                advice="It is in the launcher that was started first, or in that of machine 0: see "
+                "what that launcher printed. The run continues from its newest checkpoint.",
             )
         return self._answer
 
     def drop(self) -> None:
-        """Do not wait for it any more."""
+        """Cancel the request."""
         with self._lock:
             self._is_dropped = True
             if self._connection is not None:
@@ -88,7 +88,7 @@ class Request:
                     self._problem = error
                     if isinstance(error, Refused) or time.monotonic() > give_up_s:
                         return
-                self._done.wait(_AGAIN_S)
+                self._done.wait(_RETRY_S)
         finally:
             self.ended_s = time.perf_counter()
             self._done.set()
@@ -98,13 +98,13 @@ class Request:
             with self._lock:
                 self._connection = connection
                 if self._is_dropped:
-                    raise ConnectionError("it is not wanted any more")
+                    raise ConnectionError("the request was cancelled")
             send(connection, self._head, *self._bodies)
             return receive(connection)
 
 
 class Presence:
-    """A connection that says that this worker lives; it ends with the process."""
+    """A connection that shows that this worker is alive; the kernel closes it with the process."""
 
     def __init__(self, place: IslandPlace) -> None:
         self._place = place
@@ -112,11 +112,11 @@ class Presence:
         _opened.add(self)
 
     def renew(self) -> None:
-        """Connect, unless that is done and holds."""
+        """Connect, unless connected already."""
         if self._connection is not None and not self._has_ended(self._connection):
             return
         self.close()
-        # Whether the others can be reached is found out by whoever asks them something.
+        # A failure is ignored: the next `Request` reports it.
         with suppress(OSError, ValueError):
             connection = connect(self._place.address)
             self._connection = connection
@@ -141,7 +141,7 @@ _opened: weakref.WeakSet[Presence] = weakref.WeakSet()
 
 
 def _close_in_child() -> None:
-    """Processes that load data outlive a killed worker, and are not there for it."""
+    """After a fork: a loader's process outlives a killed worker, and must not keep it present."""
     for each in list(_opened):
         each.close()
 

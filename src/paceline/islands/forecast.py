@@ -1,10 +1,11 @@
-"""When islands pay: what a step takes where gradients are added up in it, and what on islands.
+"""When islands pay: the time of a step with summed gradients, and of a step on islands.
 
     every step     a ring all-reduce of n workers sends 2(n-1)/n of the gradients over every link
-    every round    each island sends its packed difference to the meeting place, and hears of n-1
-                   others; the link of the meeting place carries all of that
+    every round    each island sends its packed difference to the meeting place, and gets those of
+                   n-1 others; the link of the meeting place carries all of that
 
-Arithmetic that needs no torch. Nothing is said about quality: that is another training.
+Arithmetic that needs no torch. It does not predict the quality of the model: training on islands is
+a different algorithm.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from paceline.islands.options import BLOCK, SCALE_BYTES, Islands
 from paceline.telemetry import bytes_text, seconds_text
 
 PAYS_FROM = 1.2
-"""So many times as fast a step has to be on islands before another training is worth a thought."""
+"""From this speed-up on islands are worth considering, as they change the training."""
 SUGGESTED = Islands(bits=16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """A step of the same samples in both ways."""
+    """A step of the same samples, computed both ways."""
 
     islands: int
     options: Islands
     step_bytes: float
-    """What a worker sends in a step, where gradients are added up."""
+    """What a worker sends in a step with summed gradients."""
     round_bytes: float
     """What an island sends in a round."""
     bytes_per_s: float
@@ -54,7 +55,7 @@ class Forecast:
             f"{seconds_text(self.apart_s)}: {self.gain:.3g} times as fast. "
         )
         if self.pays:
-            return text + "Islands pay, and are another training: see docs/islands.md."
+            return text + "Islands pay, but change the training: see docs/islands.md."
         return text + "Islands do not pay here."
 
     def as_json(self) -> dict[str, Any]:
@@ -63,7 +64,7 @@ class Forecast:
 
     @property
     def settings(self) -> str:
-        """What to pass to a run."""
+        """The options as code, to pass to a run."""
         chosen = self.options
         text = f"every={chosen.every}, bits={chosen.bits}, lr={chosen.lr:g}"
         text += f", momentum={chosen.inertia:g}"
@@ -84,7 +85,7 @@ def forecast_islands(
 ) -> Forecast:
     """Compare both ways for `parameters` in fp32 and a step that takes `step_s` to compute.
 
-    `exchange_s` is what the sums add to a step, where that is known; else nothing of it is hidden.
+    `exchange_s` is the time that the sums add to a step, if known; else no overlap is assumed.
     """
     check_whole("islands", islands, 2)
     for name, value in (
@@ -100,7 +101,7 @@ def forecast_islands(
         exchange_s = 2 * others * latency_s + step_bytes / bytes_per_s
     each = 4.0 if options.bits == 32 else 2.0 if options.bits == 16 else 1.0 + SCALE_BYTES / BLOCK
     round_bytes = each * parameters
-    # In at the meeting place, and out again to each of the others.
+    # Into the meeting place, and out again to each of the others.
     one_s = (others + others * others) * round_bytes / options.fragments / bytes_per_s
     one_s += 2 * latency_s
     exposed_s = options.fragments * max(0.0, one_s - options.delay * step_s)

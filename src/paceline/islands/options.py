@@ -1,10 +1,10 @@
-"""How islands train: the options, and which step exchanges what, as arithmetic.
+"""How islands train: the options, and which step exchanges which fragment.
 
     every 30, fragments 3:    step 10  20  30  40 ...      fragment 0 1 2 0 ...
-    delay 4:                  what begins after step 10 lands after step 14
-    last step:                whatever is on its way lands; then everything is exchanged
+    delay 4:                  an exchange that begins after step 10 is applied after step 14
+    last step:                exchanges in flight are applied; then all fragments are exchanged
 
-It is a function of the step's number alone, so all workers of all islands agree on it.
+The schedule is a function of the step's number, so all workers of all islands agree on it.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from paceline.errors import UsageError, check_choice, check_whole, refuse_unknow
 
 MOMENTUM_BY_OUTER = {"nesterov": 0.5, "sgd": 0.0}
 BLOCK, SCALE_BYTES = 1024, 4
-"""With 8 bits, so many values have a scale in common, which takes so many bytes."""
+"""With 8 bits, how many values share a scale, and the scale's bytes."""
 
 
 @refuse_unknown_arguments()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Islands:
-    """Train on islands that average rarely: another algorithm than one training on all workers.
+    """Train on islands that average rarely: a different algorithm from training on all workers.
 
-    `paceline run --island` says which workers form an island; without it all of them are one.
+    `paceline run --island` defines which workers form an island; without it all are one island.
     """
 
     every: int = 30
@@ -33,21 +33,22 @@ class Islands:
     outer: Literal["nesterov", "sgd"] = "nesterov"
     """How the averaged difference since the last round becomes the next common parameters."""
     lr: float = 1.0
-    """The outer learning rate; 1 without momentum assigns the average itself."""
+    """The outer learning rate; 1 without momentum assigns the average."""
     momentum: float | None = None
     """The outer momentum m; None: 0.5 for `nesterov`, none for `sgd`. It makes steps 1 / (1 - m)
-    times as long, so it wants a lower learning rate on the islands."""
+    times as long, so it needs a lower learning rate on the islands."""
     fragments: int = 1
     """In how many parts the parameters are exchanged, one after the other, within `every` steps."""
     delay: int = 0
-    """So many steps after it has begun an exchange lands: it overlaps with computing."""
+    """How many steps after its start an exchange is applied: it overlaps with computing."""
     bits: Literal[32, 16, 8] = 32
-    """How differences travel; 32: as they are. What rounding leaves out is sent the next time."""
+    """Bits per value of differences that are sent; 32: unchanged. The rounding error is added to
+    the next difference."""
     timeout_s: float = 60.0
     """How long a round waits for an island after the first one has arrived."""
     at: str = ""
-    """Which island this is and where they meet, such as "0/2@host:29500", for a launcher of your
-    own; `paceline run --island` says it otherwise."""
+    """This island's number, their count and the meeting place, such as "0/2@host:29500", for
+    another launcher; `paceline run --island` sets it otherwise."""
 
     def __post_init__(self) -> None:
         check_whole("every", self.every)
@@ -83,7 +84,7 @@ class Islands:
 
     @property
     def assigns_average(self) -> bool:
-        """Whether the average itself becomes the next parameters."""
+        """Whether the average becomes the next parameters unchanged."""
         return self.lr == 1 and self.inertia == 0
 
     def starts(self, step: int, last: int) -> tuple[int, ...]:
@@ -95,25 +96,25 @@ class Islands:
         return ((step // self.period - 1) % self.fragments,)
 
     def start_landing(self, step: int, last: int) -> int | None:
-        """The step after which the exchange began that lands after `step`, if one does.
+        """The step after which the exchange began that is applied after `step`, if there is one.
 
-        Only one that was on its way for a while: without a delay, and at the last step, an exchange
-        lands where it begins.
+        Only for delayed exchanges: without a delay, and at the last step, an exchange is applied in
+        the step where it begins.
         """
         if not self.delay:
             return None
         began = step - self.delay
-        if step == last:  # the newest one, if it is still on its way
+        if step == last:  # the newest one, if it is still in flight
             began = (last - 1) // self.period * self.period
             return began if began > 0 and began + self.delay >= last else None
         return began if began > 0 and self.starts(began, last) else None
 
     def is_busy(self, step: int, last: int) -> bool:
-        """Whether anything begins or lands after `step`."""
+        """Whether an exchange begins or is applied after `step`."""
         return bool(self.starts(step, last)) or self.start_landing(step, last) is not None
 
     def start_before(self, fragment: int, step: int) -> int:
-        """The step of the exchange of a fragment before that of `step`; 0 before the first."""
+        """The step of a fragment's previous exchange before `step`; 0 before the first."""
         turn = (fragment + 1) * self.period
         return max(0, (step - 1 - turn) // self.every * self.every + turn)
 

@@ -1,12 +1,11 @@
-"""The outer loop: one set of parameters made of those of several islands.
+"""The outer loop: averages the parameters of several islands.
 
-    anchor --(inner steps)--> local          difference = local - anchor, packed, sent
+    anchor --(inner steps)--> local          difference = local - anchor, packed and sent
     average of the differences of all islands, weighted by their samples
     next = anchor + lr * step(average)       the same bits on every worker of every island
 
-What packing leaves out of a difference is kept and added to the next one (error feedback). An
-exchange that lands some steps after it began moves the parameters by what it changes, so the steps
-in between are kept.
+The rounding error of packing is kept and added to the next difference (error feedback). A delayed
+exchange adds its change to the current parameters, so the steps in between are kept.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from paceline.islands.options import Islands
 
 
 class Shift(NamedTuple):
-    """What one exchange was like."""
+    """Statistics of one exchange."""
 
     drift: float
-    """How far the islands are apart: the root of the mean square distance from their average."""
+    """How far the islands are apart: root mean square distance from their average."""
     length: float
     """How far their average has moved."""
 
 
 class Fragment:
-    """Some tensors that are exchanged together, as one flat vector."""
+    """Tensors that are exchanged together, as one flat vector."""
 
     def __init__(self, tensors: Sequence[Tensor], options: Islands, *, is_plain: bool) -> None:
-        """`is_plain` ones, such as statistics, are averaged, and nothing else is done to them."""
+        """`is_plain`: tensors such as statistics, which are only averaged."""
         self.tensors, self._options = tensors, options
         self.bits = 32 if is_plain else options.bits
         self._is_plain = is_plain or options.assigns_average
@@ -43,7 +42,7 @@ class Fragment:
         self.anchor = self.read()
         self.momentum = None if self._is_plain else torch.zeros_like(self.anchor)
         self.rest = None if self.bits == 32 else torch.zeros_like(self.anchor)
-        """What packing has left out so far."""
+        """The rounding error of packing, for error feedback."""
         self.local: Tensor | None = None
         """The parameters as they were when the exchange began."""
 
@@ -52,7 +51,7 @@ class Fragment:
         return packed_bytes(self.anchor.numel(), self.dtype, self.bits)
 
     def read(self) -> Tensor:
-        """The parameters of now."""
+        """The current parameters as one flat vector."""
         return torch.cat([t.detach().reshape(-1).to(self.dtype) for t in self.tensors])
 
     def write(self, values: Tensor) -> None:
@@ -63,7 +62,7 @@ class Fragment:
             start = stop
 
     def begin(self) -> Tensor:
-        """The bytes of how far this island has come since the last round."""
+        """Begin an exchange; returns the packed difference since the last one."""
         self.local = self.read()
         return pack(self._difference(self.local), self.bits)
 
@@ -72,7 +71,7 @@ class Fragment:
         return difference if self.rest is None else difference.add_(self.rest)
 
     def finish(self, weights: Sequence[float], sent: Sequence[Tensor], own: int) -> Shift:
-        """Take the step of all islands: what each of them sent, in the same order everywhere."""
+        """Apply the differences of all islands, in the same order on every worker."""
         assert self.local is not None
         moves = [unpack(each, self.anchor, self.bits) for each in sent]
         total = sum(weights)
@@ -87,7 +86,7 @@ class Fragment:
         return shift
 
     def finish_alone(self) -> Shift:
-        """The same for the only island there is, whose parameters are their own average."""
+        """`finish` for a single island, whose parameters are the average."""
         assert self.local is not None
         average = self.local - self.anchor
         self._move(self.local if self._is_plain else self._step(average))
@@ -103,7 +102,7 @@ class Fragment:
         return self.anchor + step * options.lr
 
     def _move(self, new: Tensor) -> None:
-        """Go to the common parameters, with what was done since the exchange began."""
+        """Move to the common parameters, keeping the steps since the exchange began."""
         assert self.local is not None
         now = self.read()
         if torch.equal(now, self.local):
@@ -115,7 +114,7 @@ class Fragment:
 
 
 class Outer:
-    """All fragments, and what is on its way; a part of the run's state."""
+    """All fragments and the exchange in flight; a part of the run's state."""
 
     def __init__(
         self, params: Sequence[Tensor], statistics: Sequence[Tensor], options: Islands
@@ -127,25 +126,25 @@ class Outer:
         if statistics:
             self.fragments.append(Fragment(statistics, options, is_plain=True))
         self.must_join = True
-        """Whether this island has yet to hear where the others are."""
+        """Whether this island must join the others before it trains."""
         self.step = 0
-        """After which step the last exchange began."""
+        """The step after which the last exchange began."""
         self.payload: Tensor | None = None
-        """What it sent, while that is on its way."""
+        """The bytes of the exchange in flight."""
 
     def anchor_here(self) -> None:
-        """The parameters of now are those that all islands begin with."""
+        """Take the current parameters as the common ones, with which all islands begin."""
         for fragment in self.fragments:
             fragment.anchor = fragment.read()
 
     def begin(self, step: int, numbers: Sequence[int]) -> Tensor:
-        """Begin to exchange fragments; the bytes to send."""
+        """Begin to exchange fragments; returns the bytes to send."""
         self.step = step
-        self.payload = torch.cat([each.begin() for each in self.some(numbers)])
+        self.payload = torch.cat([each.begin() for each in self.select(numbers)])
         return self.payload
 
-    def some(self, numbers: Sequence[int]) -> list[Fragment]:
-        """The fragments with these numbers; statistics come with the last."""
+    def select(self, numbers: Sequence[int]) -> list[Fragment]:
+        """The fragments with these numbers; statistics come with the last one."""
         found = [self.fragments[number] for number in numbers]
         if numbers and numbers[-1] == self.options.fragments - 1:
             found += self.fragments[self.options.fragments :]
@@ -154,31 +153,31 @@ class Outer:
     def finish(
         self, numbers: Sequence[int], weights: Sequence[Sequence[float]], sent: Tensor, own: int
     ) -> Shift:
-        """Take the step. `weights` by island and fragment; `sent` has one island after another."""
-        found, start, shifts = self.some(numbers), 0, []
+        """Apply an exchange. `weights` by island and fragment; `sent` concatenates the islands."""
+        found, start, shifts = self.select(numbers), 0, []
         of_islands = sent.view(len(weights), -1)
         for place, fragment in enumerate(found):
             stop = start + fragment.packed_bytes
-            # Statistics weigh as the fragment that they come with.
-            heavy = [each[min(place, len(each) - 1)] for each in weights]
-            shifts.append(fragment.finish(heavy, list(of_islands[:, start:stop]), own))
+            # Statistics have the weight of the fragment that they come with.
+            own_weights = [each[min(place, len(each) - 1)] for each in weights]
+            shifts.append(fragment.finish(own_weights, list(of_islands[:, start:stop]), own))
             start = stop
         self.payload = None
         return _total(shifts)
 
     def finish_alone(self, numbers: Sequence[int]) -> Shift:
-        shifts = [fragment.finish_alone() for fragment in self.some(numbers)]
+        shifts = [fragment.finish_alone() for fragment in self.select(numbers)]
         self.payload = None
         return _total(shifts)
 
     def drop(self) -> None:
-        """The others have continued without what is on its way."""
+        """Abandon the exchange in flight: the others have continued without it."""
         self.payload = None
         for fragment in self.fragments:
             fragment.local = None
 
     def forget_rest(self) -> None:
-        """The parameters are another island's now, and so is what packing has left out."""
+        """Clear the rounding errors: they belong to parameters that were replaced."""
         for fragment in self.fragments:
             if fragment.rest is not None:
                 fragment.rest = torch.zeros_like(fragment.rest)
@@ -204,7 +203,7 @@ class Outer:
             for name, value in each.items():
                 copy = None if value is None else value.to(like.device, like.dtype).clone()
                 if copy is None and name in ("momentum", "rest"):
-                    # Another setting of the outer loop begins without.
+                    # The checkpoint had other outer options: begin with zeros.
                     copy = None if getattr(fragment, name) is None else torch.zeros_like(like)
                 if name in ("momentum", "rest") and getattr(fragment, name) is None:
                     copy = None
@@ -214,7 +213,7 @@ class Outer:
 
 
 def cut(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
-    """Neighbours in `count` groups of about as many elements, none of them empty."""
+    """Split into `count` consecutive groups of about equally many elements, none empty."""
     total, done = sum(tensor.numel() for tensor in tensors), 0
     groups: list[list[Tensor]] = []
     group: list[Tensor] = []

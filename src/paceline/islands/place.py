@@ -1,4 +1,4 @@
-"""Which island a worker is in, and where islands meet.
+"""The island of a worker, and the address of the meeting place.
 
 Islands are numbered from 0. A place is written `NUMBER/COUNT@ADDRESS`, where the address is
 `host:port`, or the path of a socket on one machine.
@@ -33,24 +33,24 @@ class IslandPlace:
         return f"island {self.number}"
 
     def folder(self, folder: str | os.PathLike[str]) -> str:
-        """Where this island writes, given the folder of the run: the first one there itself."""
+        """This island's folder, given that of the run; the first island's is the run's."""
         path = os.fspath(folder)
         return path if not self.number else os.path.join(path, f"island-{self.number}")
 
     def seed(self, seed: int) -> int:
-        """Of random numbers in steps, which are other ones on each island; the first keeps it."""
+        """The seed of random numbers in steps: different on each island, `seed` on the first."""
         return (seed + self.number * 0x9E3779B97F4A7C15) % 2**63 if self.number else seed
 
 
 def find_place(at: str = "") -> IslandPlace | None:
-    """The place that is written in `at`, else in the environment; None: all are one island."""
+    """The place in `at`, or else in the environment; None: all workers are one island."""
     source, text = ("at", at) if at else (ISLAND_VARIABLE, env.read(ISLAND_VARIABLE))
     if not text:
         return None
     match = _WRITTEN.fullmatch(text)
     if match is None or int(match[1]) >= int(match[2]):
         raise SettingError(
-            f"{source} is {text!r:.100}, which names no island.",
+            f"{source} is {text!r:.100}, which does not name an island.",
             advice="Write it as NUMBER/COUNT@HOST:PORT with numbers from 0: 0/2@node0:29500.",
         )
     return IslandPlace(int(match[1]), int(match[2]), match[3])

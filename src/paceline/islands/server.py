@@ -1,14 +1,14 @@
-"""Where islands meet: it hands what each of them sends in a round to the others, and adds nothing.
+"""The meeting place: it forwards what each island sends in a round to the others, unchanged.
 
-    join    an island tells its step and what it was given; all begin with the state of the one
-            furthest on. One that comes later waits for the next round, and gets the state after it;
-            after the last round, the one that was kept because somebody was missing then.
-    round   every island sends, and gets what all have sent. After a deadline the round goes on
-            without those that have not; they are behind then, and have to join again.
-    state   of an island that is asked for it, for those who wait to join
-    be      a connection that each worker keeps open: an island without one is gone at once
+    join    an island reports its step and its settings; all begin with the state of the most
+            advanced one. A later one waits for the next round, and gets the state after it; after
+            the last round, it gets the state that was kept because an island was missing.
+    round   every island sends, and gets what all have sent. After a deadline the round ends without
+            those that have not sent; they are behind then, and have to join again.
+    state   of an island that was asked for it, for those that wait to join
+    be      a connection that each worker keeps open: an island without one has died
 
-Requests wait on their connection for the answer, one thread each: a few per island and round.
+Each request is answered on its connection, by a thread of its own: a few per island and round.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ Answer = tuple[Any, ...]
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """How far an island that wants to join is."""
+    """The progress of an island that wants to join."""
 
     step: int
     anchor: str
-    """A short name for the parameters that it has in common with others."""
+    """An identifier of the common parameters that it has."""
     ticket: object
-    """Which of its requests counts."""
+    """Identifies the request: of several from one island the newest counts."""
 
 
 @dataclass(slots=True)
 class Round:
-    """What islands have sent after one step."""
+    """What the islands have sent after one step."""
 
     deadline_s: float
     sent: dict[int, tuple[list[float], bytearray]] = field(default_factory=dict)
@@ -55,10 +55,10 @@ class Round:
 class RoundServer:
     """The meeting place of `count` islands.
 
-        absent --join--> waiting --(all begin, or it is given a state)--> in --(late)--> out
-           ^________________________(its last worker is gone)_____________|________________|
+        absent --join--> waiting --(all begin, or it gets a state)--> member --(late)--> out
+          ^________________________(its last worker dies)_________________|________________|
 
-    Invariant: a round is over for all at once, and everybody in it gets the same bytes.
+    Invariant: a round ends for all islands at once, and all in it get the same bytes.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class RoundServer:
         say: Callable[[str], None] = lambda text: None,
         key: bytes | None = None,
     ) -> None:
-        """`key` is asked of callers from other machines; a socket in a private folder needs none.
+        """Callers from other machines must prove `key`; a socket in a private folder needs none.
 
         `listener` is closed with the server.
         """
@@ -76,18 +76,18 @@ class RoundServer:
         self._changed = threading.Condition()
         self._is_closed = False
         self._workers: dict[int, int] = {}
-        """By island, how many of its workers are there."""
+        """By island, how many of its workers are connected."""
         self._members: set[int] = set()
-        """The islands that are in."""
+        """The islands that take part in rounds."""
         self._joining: dict[int, Arrival] = {}
-        """By island that waits to join."""
+        """By island, its request to join, while that waits."""
         self._answers: dict[int, Answer] = {}
-        """By island that has waited, what it is told."""
+        """By island, the answer to its request to join."""
         self._facts: dict[str, Any] = {}
-        """What the first one was given, and all must be."""
+        """The settings of the first island; all must have the same."""
         self._has_begun = self._is_over = False
         self._last: Answer | None = None
-        """The state after the last round, where an island was missing in it."""
+        """The state after the last round, if an island was missing in it."""
         self._begin_by_s: float | None = None
         self._rounds: dict[int, Round] = {}
         self._connections: set[socket.socket] = set()
@@ -95,7 +95,7 @@ class RoundServer:
         self._start(self._accept)
 
     def wait_until_left(self, timeout_s: float) -> None:
-        """After the last round, wait until every worker has heard of it and left."""
+        """After the last round, wait until every worker has its answer and has left."""
         with self._changed:
             if self._is_over:
                 self._changed.wait_for(lambda: not any(self._workers.values()), timeout_s)
@@ -140,7 +140,7 @@ class RoundServer:
                 connection.settimeout(None)
             self._answer(connection, *receive(connection))
         except (OSError, ValueError, KeyError, TypeError):
-            pass  # the caller is gone, or is none of ours
+            pass  # the caller has died, or does not speak this protocol
         finally:
             with self._changed:
                 self._connections.discard(connection)
@@ -150,16 +150,16 @@ class RoundServer:
         island = int(head["island"])
         match head["ask"]:
             case "be":
-                self._be(connection, island)
+                self._track_presence(connection, island)
             case "join":
                 send(connection, *self._join(island, head))
             case "round":
-                send(connection, *self._meet(island, head, body))
+                send(connection, *self._exchange_round(island, head, body))
             case "state":
-                self._give(island, head, body)
+                self._pass_state_on(island, head, body)
                 send(connection, {})
 
-    def _be(self, connection: socket.socket, island: int) -> None:
+    def _track_presence(self, connection: socket.socket, island: int) -> None:
         with self._changed:
             self._workers[island] = self._workers.get(island, 0) + 1
         try:
@@ -170,10 +170,10 @@ class RoundServer:
             with self._changed:
                 self._workers[island] -= 1
                 if not self._workers[island]:
-                    self._lose(island)
+                    self._remove_island(island)
 
-    def _lose(self, island: int) -> None:
-        """The last worker of an island is gone."""
+    def _remove_island(self, island: int) -> None:
+        """The last worker of an island has died or left."""
         if island in self._members and len(self._members) > 1 and not self._is_over:
             self._say(f"island {island} is gone; {self._count_rest(island)}.")
         self._members.discard(island)
@@ -186,18 +186,18 @@ class RoundServer:
         return "1 other continues" if left == 1 else f"{left} others continue"
 
     def _after_loss(self) -> None:
-        if not self._members:  # who waits to join begins anew, with whoever comes
+        if not self._members:  # islands that wait to join begin together, as at the start
             self._has_begun, self._begin_by_s = False, None
         for round_ in self._rounds.values():
             self._end_if_complete(round_)
         self._changed.notify_all()
 
     def _join(self, island: int, head: dict[str, Any]) -> Answer:
-        """Wait until this island can begin: what it is told, with a state if it is behind."""
+        """Wait until this island can begin; returns the answer, with a state if it is behind."""
         facts: dict[str, Any] = head["facts"]
         arrival = Arrival(int(head["step"]), str(head["anchor"]), object())
         with self._changed:
-            if not self._workers.get(island):  # it has died since it asked
+            if not self._workers.get(island):  # it has died since it sent the request
                 return ({"gone": True},)
             self._facts = self._facts or facts
             for key in (key for key in self._facts if self._facts[key] != facts.get(key)):
@@ -208,7 +208,7 @@ class RoundServer:
             self._after_loss()
             while not self._is_closed:
                 if self._joining.get(island) is not arrival:
-                    # Answered; or the island is gone, or asks once more.
+                    # Answered; or the island has died, or has sent a newer request.
                     return self._answers.pop(island, ({"gone": True},))
                 if self._is_over and (self._last is not None or not self._members):
                     del self._joining[island]
@@ -219,7 +219,7 @@ class RoundServer:
         return ({"gone": True},)
 
     def _try_to_begin(self, timeout_s: float) -> float | None:
-        """Begin if all are there, or enough time has passed; how long to wait otherwise."""
+        """Begin if all are there, or after the deadline; returns how long to wait otherwise."""
         if self._has_begun:
             return None
         now_s = time.monotonic()
@@ -244,8 +244,8 @@ class RoundServer:
         self._changed.notify_all()
         return None
 
-    def _meet(self, island: int, head: dict[str, Any], body: bytearray) -> Answer:
-        """Add what an island sends; what all have sent, once the round is over."""
+    def _exchange_round(self, island: int, head: dict[str, Any], body: bytearray) -> Answer:
+        """Add what an island sends; returns what all have sent, once the round is over."""
         step, timeout_s = int(head["step"]), float(head["timeout_s"])
         with self._changed:
             if island not in self._members:
@@ -259,7 +259,7 @@ class RoundServer:
             while not found.is_over and not self._is_closed:
                 left_s = found.deadline_s - time.monotonic()
                 if left_s <= 0:
-                    self._end_without(found, timeout_s)
+                    self._end_round_without(found, timeout_s)
                 else:
                     self._changed.wait(left_s)
             if island not in found.sent or not found.is_over:
@@ -270,22 +270,23 @@ class RoundServer:
             islands = sorted(found.sent)
             is_wanted = bool(self._joining) or (head["is_last"] and len(islands) < self._count)
             gives = is_wanted and island == min(self._members & set(islands), default=-1)
-            # What the caller has just sent need not travel back, unless another came first.
+            # The caller's own bytes are not sent back, unless an earlier request of its island sent
+            # different ones, which are those that count.
             has_own = found.sent[island][1] != body
-            told = {
+            answer = {
                 "islands": islands,
                 "weights": [found.sent[each][0] for each in islands],
                 "gives": gives,
                 "has_own": has_own,
             }
-            return (told, *(found.sent[n][1] for n in islands if n != island or has_own))
+            return (answer, *(found.sent[n][1] for n in islands if n != island or has_own))
 
     def _end_if_complete(self, round_: Round) -> None:
         if not round_.is_over and round_.sent and self._members <= round_.sent.keys():
             round_.is_over = True
             self._changed.notify_all()
 
-    def _end_without(self, round_: Round, timeout_s: float) -> None:
+    def _end_round_without(self, round_: Round, timeout_s: float) -> None:
         for island in sorted(self._members - round_.sent.keys()):
             self._say(
                 f"island {island} did not come to a round within {timeout_s:g} s; "
@@ -294,8 +295,8 @@ class RoundServer:
             self._members.discard(island)
         self._end_if_complete(round_)
 
-    def _give(self, island: int, head: dict[str, Any], body: bytearray) -> None:
-        """Hand the state of an island to those who wait for one."""
+    def _pass_state_on(self, island: int, head: dict[str, Any], body: bytearray) -> None:
+        """Give the state of an island to those that wait for one."""
         with self._changed:
             if self._is_over:
                 self._last = {**head, "from": island}, body

@@ -1,4 +1,4 @@
-"""What islands and their meeting place say to each other: a JSON object and bytes, once each way.
+"""The protocol between islands and their meeting place: a JSON object and bytes, once each way.
 
 A caller from another machine first proves that it knows the run's secret, as with the store.
 """
@@ -20,11 +20,11 @@ MOST_HEAD_BYTES = 2**20
 MOST_BODY_BYTES = 2**40
 _LENGTHS = struct.Struct("<QQ")
 _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5, "TCP_USER_TIMEOUT": 15_000}
-"""A connection whose other end is cut off ends after about 15 s."""
+"""A connection whose peer is unreachable ends after about 15 s."""
 
 
 def island_key() -> bytes:
-    """What all islands of a run know, on several machines."""
+    """The key that all islands of a run share, on several machines."""
     return make_key(env.read(env.SECRET_VARIABLE), "islands")
 
 
@@ -45,7 +45,7 @@ def keep_alive(connection: socket.socket) -> None:
 
 
 def admit(connection: socket.socket, key: bytes) -> bool:
-    """Let a caller prove that it belongs to the run; the counterpart of `group.call`."""
+    """Have a caller prove that it belongs to the run; the counterpart of `group.call`."""
     asked = receive_all(connection, 1 + 2 * NONCE_BYTES)
     name, theirs = bytes(asked[1 : 1 + NONCE_BYTES]), bytes(asked[1 + NONCE_BYTES :])
     ours = secrets.token_bytes(NONCE_BYTES)
@@ -72,5 +72,5 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], bytearray]:
         raise ConnectionError(f"a message of {head_bytes} and {body_bytes} bytes")
     head = json.loads(receive_all(connection, head_bytes))
     if not isinstance(head, dict):
-        raise ConnectionError("a message that is no object")
+        raise ConnectionError("a message that is not an object")
     return head, receive_all(connection, body_bytes)

@@ -1,8 +1,8 @@
-"""How many rows each worker gets in a step, in how many passes, and the learning rate for that.
+"""How many rows each worker gets in a step, in how many passes, and at which learning rate.
 
-There are two honest ways from one device to N. Keep the rows per device, and the global batch is
-N times as large: every step sees more data, and the learning rate may have to follow. Or keep the
-global batch, and every device gets its part of it: the training stays the same, only faster.
+There are two ways from one device to N. Keep the rows per device, and the global batch is N times
+as large: every step sees more data, and the learning rate may have to change. Or keep the global
+batch, and every device gets a part of it: the training stays the same, only faster.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Decay = Literal["none", "linear", "cosine"]
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """A global batch, cut among workers."""
+    """A global batch, divided among workers."""
 
     global_batch: int
     workers: int
@@ -43,12 +43,12 @@ class BatchPlan:
 
     @property
     def rows_per_worker(self) -> int:
-        """What the busiest worker gets in a step."""
+        """The most rows that a worker gets in a step."""
         return -(-self.global_batch // self.workers)
 
     @property
     def rows_per_pass(self) -> int:
-        """What the busiest worker holds at a time."""
+        """The most rows that a worker has in memory at a time."""
         return -(-self.rows_per_worker // self.accumulation)
 
     @property
@@ -70,10 +70,10 @@ class BatchPlan:
 def plan_batch(
     single_batch: int, workers: int, *, keep: Keep = "global", device_limit: int | None = None
 ) -> BatchPlan:
-    """From the batch that works on one device to a plan for several.
+    """Plan the batch for several workers, from the batch that works on one device.
 
-    `keep="device"` gives every worker `single_batch` rows; `keep="global"` cuts `single_batch`
-    among them. `device_limit` is the most rows that a device can hold at a time.
+    `keep="device"` gives every worker `single_batch` rows; `keep="global"` divides `single_batch`
+    among them. `device_limit` is the most rows that fit on a device at a time.
     """
     check_whole("single_batch", single_batch)
     check_whole("workers", workers)
@@ -97,7 +97,7 @@ def plan_batch(
 def plan_global_batch(
     global_batch: int, workers: int, *, device_limit: int | None = None
 ) -> BatchPlan:
-    """Cut a global batch among workers, in as few passes as `device_limit` rows allow."""
+    """Divide a global batch among workers, in as few passes as `device_limit` rows allow."""
     check_whole("global_batch", global_batch)
     check_whole("workers", workers)
     check_whole("device_limit", device_limit, or_none=True)
@@ -114,28 +114,28 @@ def plan_global_batch(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningRate:
-    """A learning rate as a function of the step, for another batch than it was found with.
+    """A learning rate as a function of the step, for a batch other than the one it was tuned for.
 
-    Everything is a factor on the rate that was right on one device, so that optimizers with several
-    rates keep their proportions.
+    It is a factor on the rate that was tuned on one device, so optimizers with several rates keep
+    their proportions.
     """
 
     global_batch: int
-    """The batch that a step has."""
+    """The batch of a step."""
     single_batch: int | None = None
-    """The batch that the optimizer's rate was found with, if it was another."""
+    """The batch for which the optimizer's rate was tuned, if it was another."""
     rule: Rule = "none"
     """`linear` suits SGD, `sqrt` Adam and its relatives, `none` changes nothing."""
     warmup_steps: int = 0
-    """Over so many steps the rate rises evenly to its full height."""
+    """Over how many steps the rate rises linearly to its full value."""
     warmup_from: float = 0.0
-    """Where the warm-up begins, as a part of the full height."""
+    """Where the warm-up begins, as a share of the full value."""
     decay: Decay = "none"
     """What happens after the warm-up, until `steps`."""
     steps: int | None = None
-    """How many steps the whole training has; a decay needs to know."""
+    """How many steps the whole training has; required for a decay."""
     decay_to: float = 0.0
-    """Where the decay ends, as a part of the full height."""
+    """Where the decay ends, as a share of the full value."""
 
     def __post_init__(self) -> None:
         check_whole("global_batch", self.global_batch)
@@ -148,7 +148,7 @@ class LearningRate:
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise UsageError(
                     f"{name} is {getattr(self, name)!r}.",
-                    advice="It is a part of the full learning rate, from 0 to 1.",
+                    advice="It is a share of the full learning rate, from 0 to 1.",
                 )
         if self.decay != "none" and (self.steps is None or self.steps <= self.warmup_steps):
             raise UsageError(
@@ -159,7 +159,7 @@ class LearningRate:
 
     @property
     def scale(self) -> float:
-        """How many times the single-device rate the full height is."""
+        """The full value, as a multiple of the single-device rate."""
         ratio = self.global_batch / (self.single_batch or self.global_batch)
         return {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.rule]
 
@@ -178,13 +178,14 @@ class LearningRate:
         return text + "."
 
     def factor(self, step: int) -> float:
-        """What to multiply the single-device rate with in this step, counted from 0."""
+        """The factor on the single-device rate in this step, counted from 0."""
         if step < self.warmup_steps:
-            # The first step already moves: a rate of exactly zero would waste it.
+            # Not zero in the first step, which would be wasted.
             risen = (step + 1) / (self.warmup_steps + 1)
             return self.scale * (self.warmup_from + (1.0 - self.warmup_from) * risen)
         if self.decay == "none" or self.steps is None:
             return self.scale
-        way = min((step - self.warmup_steps) / (self.steps - self.warmup_steps), 1.0)
-        left = 1.0 - way if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * way))
+        progress = min((step - self.warmup_steps) / (self.steps - self.warmup_steps), 1.0)
+        cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
+        left = 1.0 - progress if self.decay == "linear" else cosine
         return self.scale * (self.decay_to + (1.0 - self.decay_to) * left)

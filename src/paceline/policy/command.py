@@ -1,4 +1,4 @@
-"""`paceline policy`: from the batch of one device to several, the rate, and whether islands pay."""
+"""`paceline policy`: batch, learning rate and islands, from one device to several workers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ WIDTH = 80
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line of `paceline policy`."""
     parser.description = (
-        "From the batch that works on one device to several workers: the batch in all, the rows of "
-        "each, and the learning rate, in both honest ways. With three more numbers also whether "
-        "islands pay, where each worker is one and they average their parameters rarely."
+        "Plan a step of several workers from the batch that works on one device: the global batch, "
+        "the rows of each worker and the learning rate, in both usual ways. With three more "
+        "numbers also whether islands pay, each worker being one that averages parameters rarely."
     )
     add = parser.add_argument
     add("--batch", metavar="N", type=int, required=True, help="rows of a step on one device")
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def describe(batch: int, workers: int, rows: int | None = None) -> dict[str, dict[str, Any]]:
-    """Both ways, by what is kept: the plan, the learning rate by optimizer, the steps."""
+    """Both ways, by what stays constant: the plan, the learning rates, the steps."""
     found = {}
     for keep in ("device", "global"):
         if keep == "global" and workers > batch:
@@ -54,7 +54,7 @@ def describe(batch: int, workers: int, rows: int | None = None) -> dict[str, dic
 
 
 def weigh_islands(args: argparse.Namespace) -> Forecast | None:
-    """What islands would bring, where that is asked for."""
+    """The forecast for islands, if its three numbers are given."""
     given = (args.parameters, args.step_ms, args.bandwidth_gbps)
     if given == (None, None, None):
         return None
@@ -87,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
             lines.append(
                 f"Learning rate: times {linear:.4g} for SGD (the linear rule, with a warm-up), "
                 f"about times {root:.4g} for Adam (the square root). Measure it: rules of thumb "
-                "end somewhere."
+                "have limits."
             )
         if way["steps_per_epoch"] is not None:
             lines.append(f"{count_text(way['steps_per_epoch'], 'step')} in an epoch.")

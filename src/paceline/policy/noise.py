@@ -1,9 +1,9 @@
-"""The gradient noise scale: how large a batch is worth its while.
+"""The gradient noise scale: up to which size a larger batch helps.
 
-The gradient of a batch is the true one plus noise, and the noise shrinks with the batch. Their
-ratio, the noise scale, is the batch at which both weigh the same: far below it, twice the batch
+A batch's gradient is the true gradient plus noise, and the noise shrinks with the batch. Their
+ratio, the noise scale, is the batch size at which both are equal: far below it, twice the batch
 halves the steps; far above it, twice the batch changes little. It is measured by comparing the
-squared length of the shards' gradients with that of the whole batch's: docs/policy.md derives it.
+squared norms of the shards' gradients with that of the whole batch: docs/policy.md derives it.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from paceline.group import Group, all_reduce
 from paceline.torch_private import foreach_norm
 
 HORIZON = 50.0
-"""Over about so many measurements the averages reach back."""
+"""About how many measurements the running averages cover."""
 _FEWEST = 5
-"""Before so many measurements, an estimate is a guess."""
+"""With fewer measurements there is no estimate."""
 _HELPS = 0.25
-_SLOTS, _WORDS = 32, 5
-"""So many measurements, of so many numbers, are kept until the next reading."""
+_SLOTS, _COLUMNS = 32, 5
+"""How many measurements are kept until the next reading, and how many numbers each has."""
 _SMALL = 2**14
-"""Gradients of at most so many elements are measured together."""
+"""Gradients of up to this many elements are measured together."""
 _NARROW = {torch.float16, torch.bfloat16}
 
 
 def from_shards(
     shards: int, rows: float, weighted_squares: float, whole_squared: float
 ) -> tuple[float, float]:
-    """Unbiased estimates of the true gradient's squared length, and of one row's variance.
+    """Unbiased estimates of the true gradient's squared norm, and of one row's variance.
 
     `weighted_squares` is the sum, over the two or more shards that have rows, of rows times the
-    squared length of the shard's mean gradient; `whole_squared` is the squared length of the
-    batch's. The first may come out negative: a single measurement is rough.
+    squared norm of the shard's mean gradient; `whole_squared` is the squared norm of the batch's.
+    The first estimate may be negative: a single measurement is inaccurate.
     """
     noise = (weighted_squares - rows * whole_squared) / (shards - 1)
     return whole_squared - noise / rows, noise
@@ -49,10 +49,10 @@ def from_shards(
 
 @dataclass(frozen=True, slots=True)
 class NoiseEstimate:
-    """What the measurements so far say."""
+    """The estimate from the measurements so far."""
 
     noise_scale: float
-    """In rows, or in whatever the losses were weighted by; infinite if noise drowns the signal."""
+    """In rows, or in the items that losses were weighted by; infinite if the signal is too weak."""
     batch: float
     """The global batch that was measured with, in the same unit."""
     measurements: int
@@ -64,7 +64,7 @@ class NoiseEstimate:
 
     @property
     def advice(self) -> str:
-        """Would more workers still help?"""
+        """Whether more workers would still help, in words."""
         scale = "above anything measurable"
         if math.isfinite(self.noise_scale):  # an estimate should not look like a measurement
             scale = f"about {float(f'{self.noise_scale:.2g}'):,.0f}"
@@ -77,7 +77,7 @@ class NoiseEstimate:
 
 
 class NoiseScale:
-    """Averages measurements over time: signal and noise apart, and only then their ratio.
+    """Averages signal and noise over time separately, then takes their ratio.
 
     The mean of the ratios would be wrong, and often infinite.
     """
@@ -87,7 +87,7 @@ class NoiseScale:
         self._signal = self._noise = self._batch = 0.0
 
     def add(self, signal: float, noise: float, batch: float) -> None:
-        """One measurement. Something that is not a number, as after an overflow, does not count."""
+        """Add one measurement; one that is not finite, as after an overflow, is ignored."""
         if not (math.isfinite(signal) and math.isfinite(noise)):
             return
         self.measurements += 1
@@ -97,7 +97,7 @@ class NoiseScale:
         self._batch += share * (batch - self._batch)
 
     def estimate(self) -> NoiseEstimate | None:
-        """None while there are too few measurements to say anything."""
+        """None while there are too few measurements."""
         if self.measurements < _FEWEST:
             return None
         noise = max(self._noise, 0.0)
@@ -110,11 +110,11 @@ class NoiseMeter:
 
         idle --begin (every so many steps)--> measuring --add, once per shard--> --end--> idle
 
-    Each shard's own gradient is seen on its way to the parameter, by a hook that is there only in
-    the steps that are measured; the whole batch's gradient is what the optimizer gets. No copy of
-    a gradient is kept, and no number is read from the device until `read`.
+    A hook on each parameter, registered only in measured steps, sees each shard's own gradient; the
+    whole batch's gradient is the one that the optimizer gets. No gradient is copied, and nothing is
+    read from the device until `read`.
 
-    All ranks call `begin` with the same steps, so they measure in the same ones, and all call
+    All ranks call `begin` with the same steps, so they measure in the same steps, and all call
     `read` together. In between there is no communication.
     """
 
@@ -146,7 +146,7 @@ class NoiseMeter:
         return bool(self._handles)
 
     def begin(self, step: int) -> None:
-        """A step begins; whether it is measured depends on its number alone."""
+        """A step begins; its number alone decides whether it is measured, so all ranks agree."""
         self.cancel()
         if step % self.every:
             return
@@ -171,7 +171,7 @@ class NoiseMeter:
 
     @torch.no_grad()
     def end(self, *, scale: float = 1.0) -> None:
-        """All gradients are averaged, and the optimizer has not yet seen them.
+        """Measure the averaged gradients, before the optimizer changes them.
 
         `scale` is what a `GradScaler` has multiplied the losses with.
         """
@@ -190,12 +190,12 @@ class NoiseMeter:
         self._measured_by_slot[self._step // self.every % _SLOTS] = words
 
     def read(self, group: Group | None) -> NoiseEstimate | None:
-        """Put together what all ranks have measured; None while that is too little.
+        """Combine the measurements of all ranks; None while there are too few.
 
         A collective: every rank calls it, at the same point. `None` is a world of one.
         """
         device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        table = torch.zeros(_SLOTS, _WORDS, dtype=torch.float64, device=device)
+        table = torch.zeros(_SLOTS, _COLUMNS, dtype=torch.float64, device=device)
         for slot, words in self._measured_by_slot.items():
             table[slot] = words
         self._measured_by_slot = {}
@@ -203,18 +203,19 @@ class NoiseMeter:
         if group is not None and size > 1:
             all_reduce(group, table, "Adding up the gradient noise")
         for ranks, whole, shards, rows, squares in table.tolist():
-            # A rank that joined later was not there for some of it.
+            # Skip a measurement in which a rank that joined later has no part.
             if ranks == size and shards >= 2 and rows > 0:
                 self.scale.add(*from_shards(int(shards), rows, squares, whole / size), batch=rows)
         return self.scale.estimate()
 
     def _on_grad(self, number: int, grad: Tensor) -> None:
-        # In pieces, as a weight gets it that several reentrant checkpoints share, a gradient's
-        # length cannot be told.
+        # A weight that several reentrant checkpoints share gets its gradient in pieces, whose norms
+        # do not give the norm of their sum.
         self._is_spoiled |= number in self._seen
         self._seen.add(number)
         if grad.numel() <= _SMALL and not grad.is_sparse:
-            # Keeping a gradient costs autograd a copy of it; measuring each alone costs more.
+            # Keeping a reference makes autograd copy the gradient; for small ones that is cheaper
+            # than measuring each one separately.
             self._small.append(grad)
         else:
             self._norms += _norms([grad])
@@ -222,19 +223,19 @@ class NoiseMeter:
 
 @torch.no_grad()
 def _norms(grads: Sequence[Tensor]) -> list[Tensor]:
-    """The lengths of gradients, in a precision in which squares do not overflow."""
+    """The norms of gradients, in a precision in which squares do not overflow."""
     values = [grad.coalesce().values() if grad.is_sparse else grad for grad in grads]
     wide = [value.float() if value.dtype in _NARROW else value for value in values]
     return list(foreach_norm(wide)) if wide else []
 
 
 def _rounded(number: Tensor) -> Tensor:
-    """In half of its digits, so that a sum of many is exact, whichever rank adds which."""
+    """Round to float32, so that a float64 sum of many is exact in any order of ranks."""
     return number.float().double()
 
 
 def _squared(norms: Sequence[Tensor]) -> Tensor:
-    """The squared length of all of them together."""
+    """The squared norm of all together."""
     if len({(norm.device, norm.dtype) for norm in norms}) > 1:
         norms = [norm.to(norms[0].device, torch.float64) for norm in norms]
     return torch.stack(list(norms)).double().square().sum()

@@ -1,4 +1,4 @@
-"""A learning rate of this package in the place of one of torch's schedulers."""
+"""A `LearningRate` as one of torch's learning rate schedulers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from paceline.policy.batch import LearningRate
 class LearningRateScheduler(LRScheduler):
     """A `LearningRate` as a torch scheduler: multiplies every parameter group's own rate.
 
-    The rates that the optimizer was made with are those of one device. What is saved is how many
-    steps were taken and those rates; the policy comes from the program, so that a program that
-    was changed on purpose does what it says.
+    The rates that the optimizer was made with are those of one device. The state has these rates
+    and the number of steps, but not the policy: that comes from the program, so that a change in
+    the program takes effect after a restart.
     """
 
     def __init__(self, optimizer: Optimizer, rate: LearningRate, last_epoch: int = -1) -> None:

@@ -1,10 +1,10 @@
-"""The stages of a step, from what was observed: who holds what, what moves, and what is said of it.
+"""The stages of a step, built from what was recorded: tensors, bytes moved, and sentences.
 
     DistributedDataParallel   data sampler batch forward loss backward buckets all-reduce update
     DataParallel              data batch split copy forward gather loss backward sum update main
 
-An engine gives the parts that workers have in a stage, and a sentence for it; the order of the
-sentences is that of the stages. So a new stage is a new part and a new sentence.
+An engine provides the workers' parts of a stage, and a sentence; the order of sentences is that of
+the stages. So a new stage needs a new part and a new sentence.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from paceline.record.stages import Part, Sample, SampleStop, Stage, TensorFacts,
 from paceline.telemetry import bytes_text, count_text, list_text
 
 Picture = tuple[list[Stage], Sample | None, Weight | None]
-"""The stages, and the followed sample and weight on their way through them."""
+"""The stages, and the sample and the weight that are followed through them."""
 TITLES = {"copy": "copy the model", "sum": "add up gradients", "main": "the main device"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCounts:
-    """What every rank must know of the others to describe its own part of the step."""
+    """What every rank needs from the others to describe its own part of the step."""
 
     rows: list[int]
     """By forward pass."""
     indices: list[int] | None
     engine_weight: float | None
-    """What the engine weighs its gradients by; None without a backward pass."""
+    """The engine's weight for this rank's gradients; None without a backward pass."""
     loss_weight: float | None
-    """How many items its losses are sums over, as the caller says."""
+    """How many items its losses are sums over, according to the caller."""
     loss: float | None
     """The sum of its losses."""
     has_update: bool
@@ -54,7 +54,7 @@ def describe_rank(
     """The stages with this rank's parts, the followed sample if it has it, and the weight."""
     own = ranks[rank]
     tree, flat = (partial(each, values=rec.values) for each in (facts.tree_facts, facts.flat_facts))
-    # Own gradients are multiplied so that the averages are their mean.
+    # Each rank's gradients are scaled so that their plain mean is the averaged gradient.
     scale = loss_factor(ranks) * len(ranks)
     local = [rec.local[name] * scale for name in rec.trained if name in rec.local]
     batch = join(rec.calls)
@@ -132,13 +132,13 @@ def _rank_sentences(
 
 
 def loss_factor(ranks: Sequence[RankCounts]) -> float:
-    """What the engine multiplies the sum of gradients with."""
+    """The engine's factor on the sum of gradients."""
     total = sum(each.engine_weight or 0.0 for each in ranks)
     return 1 / total if total else 0.0
 
 
 def merge_stages(by_rank: Sequence[Sequence[Stage]]) -> list[Stage]:
-    """The ranks' parts side by side; a stage takes as long as its slowest worker."""
+    """Put the ranks' parts side by side; a stage takes as long as its slowest worker."""
     merged = []
     for stages in zip(*by_rank, strict=True):
         parts = [part for stage in stages for part in stage.parts if part.worker is not None]
@@ -161,7 +161,7 @@ def describe_replicas(
 ) -> Picture:
     """The stages of the replicas' calls.
 
-    `contributions` are the gradients that each replica adds, and the followed weight's among them.
+    `contributions` are each replica's gradients, and that of the followed weight.
     """
     whole, size = rec.whole, len(calls)
     tree, flat = (partial(each, values=rec.values) for each in (facts.tree_facts, facts.flat_facts))
@@ -260,16 +260,16 @@ def _main_device(
     model_bytes: int,
     moved: Mapping[str, int],
 ) -> tuple[int, str]:
-    """How many bytes pass through the main device in a step, and what they are, in words."""
+    """How many bytes pass through the main device in a step, and a sentence about them."""
     others = calls[1:]
-    ways = {
+    bytes_by_kind = {
         "rows": facts.tensor_bytes([call.inputs for call in others]),
         "weights": model_bytes * len(others),
         "outputs": facts.tensor_bytes([c.outputs for c in others]) if "gather" in moved else 0,
         "gradients": facts.tensor_bytes(list(rec.averaged.values())) * len(others),
     }
-    told = [f"{bytes_text(number)} of {name}" for name, number in ways.items() if number]
-    through, copied = sum(ways.values()), sum(moved.values()) - moved.get("batch", 0)
+    told = [f"{bytes_text(number)} of {name}" for name, number in bytes_by_kind.items() if number]
+    through, copied = sum(bytes_by_kind.values()), sum(moved.values()) - moved.get("batch", 0)
     text = f"In every step {list_text(told)} pass between {main} and the other devices: "
     text += f"{bytes_text(through)}, all of it through one device."
     if copied < through:
@@ -284,9 +284,9 @@ def _stages(
     moved: Mapping[str, int],
     seconds: Mapping[str, float | None],
 ) -> list[Stage]:
-    """The stages in the order of their sentences; one without parts is left out.
+    """The stages in the order of their sentences; a stage without parts is left out.
 
-    Before them come the data, if there is a dataset to look at.
+    A stage "data" comes first, if there is a dataset with a length.
     """
     stages = [
         Stage(
@@ -313,7 +313,7 @@ def _stages(
 
 
 def _loss(rec: StepRecording, weight: float | None) -> list[TensorFacts]:
-    """The mean loss, which is a statistic: kept without `values` too."""
+    """The mean loss. It is a statistic, so it is kept without `values` too."""
     if rec.loss is None:
         return []
     return facts.tree_facts("loss", rec.loss / weight if weight else rec.loss, values=True)
@@ -326,7 +326,7 @@ def _follow_sample(
     rank: int | None = None,
     first_row: int = 0,
 ) -> Sample | None:
-    """Where the followed sample is at each stage; None where this process does not have it."""
+    """The followed sample at each stage; None where this process does not have it."""
     index = rec.sample
     places = [(call, number, row) for number, call in enumerate(calls) for row in range(call.rows)]
     indices = rec.indices
@@ -362,7 +362,7 @@ def _follow_weight(
     stages: Sequence[Stage],
     *way: tuple[str, Any, Sequence[float | None] | None, bool],
 ) -> Weight | None:
-    """The followed weight at each stage: what its numbers are, and whether workers share them."""
+    """The followed weight at each stage: its numbers, and whether all workers have the same."""
     if rec.weight is None:
         return None
     names = {stage.name for stage in stages}

@@ -1,4 +1,4 @@
-"""What is kept of live tensors: `TensorFacts`, and the numbers of one row or one weight."""
+"""What a recording keeps of live tensors: `TensorFacts`, and values of one row or one weight."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from paceline.record.stages import Stats, TensorFacts
 FIRST_VALUES = 6
 """How many values of a tensor are kept, where values are asked for."""
 FEWEST_FOR_STATS = 8
-"""Statistics of fewer values would nearly be the values."""
+"""Statistics of fewer values would reveal the values."""
 
 WeightRef = tuple[str, tuple[int, ...]]
 """A parameter's name, and which of its elements."""
 
 
 def tree_facts(name: str, value: Any, *, values: bool) -> list[TensorFacts]:
-    """The facts of every tensor in a tree; a single one has the tree's own name.
+    """The facts of every tensor in a tree; a single one has the tree's name.
 
     Of values only the first are kept, and only if `values` were asked for; without them,
     statistics of a few values are left out too.
@@ -48,7 +48,7 @@ def tree_facts(name: str, value: Any, *, values: bool) -> list[TensorFacts]:
 
 
 def flat_facts(name: str, tensors: Iterable[Tensor], *, values: bool) -> list[TensorFacts]:
-    """The facts of all tensors as one row of numbers; none where there are no real ones."""
+    """The facts of all tensors as one flat tensor; empty where none has real numbers."""
     parts = [t.detach().reshape(-1) for t in tensors if not t.is_complex()]
     if not parts:
         return []
@@ -57,7 +57,7 @@ def flat_facts(name: str, tensors: Iterable[Tensor], *, values: bool) -> list[Te
 
 
 def _stats(tensor: Tensor) -> Stats | None:
-    """Smallest, mean and largest value and the share of zeros; None without numbers to order."""
+    """Smallest, mean and largest value and the share of zeros; None without real numbers."""
     if tensor.numel() == 0 or not _has_real_numbers(tensor):
         return None
     numbers = tensor.detach().double()
@@ -74,7 +74,7 @@ def first_values(tensor: Tensor) -> list[float] | None:
 
 
 def row_values(tensors: Sequence[Tensor], row: int, rows: int) -> list[float] | None:
-    """The first values of one row of the first tensor that has so many rows."""
+    """The first values of one row of the first tensor that has `rows` rows."""
     found = next((t for t in tensors if t.dim() and t.shape[0] == rows), None)
     return None if found is None else first_values(found[row])
 
@@ -85,7 +85,7 @@ def tensor_bytes(value: Any) -> int:
 
 
 def dataset_rows(dataset: Any) -> int | None:
-    """Its length; None where there is no dataset, or one that does not know."""
+    """The dataset's length; None where there is none."""
     try:
         return None if dataset is None else len(dataset)
     except TypeError:
@@ -98,7 +98,7 @@ def _has_real_numbers(tensor: Tensor) -> bool:
 
 
 def read_weight(weight: WeightRef | None, tensors: Mapping[str, Tensor]) -> float | None:
-    """A weight's value in one of several tensors by name; None where there is no real number."""
+    """A weight's value in `tensors`, by name; None where it is missing or complex."""
     tensor = None if weight is None else tensors.get(weight[0])
     if weight is None or tensor is None or tensor.is_complex():
         return None
@@ -106,7 +106,7 @@ def read_weight(weight: WeightRef | None, tensors: Mapping[str, Tensor]) -> floa
 
 
 def find_weight(text: str | None, parameters: Mapping[str, Tensor]) -> WeightRef | None:
-    """The weight that `name[1,2]` means; without text the first of all, and None without any."""
+    """Parse a weight such as `name[1,2]`; without text the first of all, or None."""
     if text is None:
         real = [(n, p) for n, p in parameters.items() if p.numel() and not p.is_complex()]
         return (real[0][0], (0,) * real[0][1].dim()) if real else None

@@ -1,8 +1,8 @@
-"""One step while it happens: its forward passes, its gradients, and when each was there.
+"""Recording one step while it runs: its forward passes, its gradients, and their times.
 
-Hooks on the module, its outputs, its parameters and the optimizer see it from outside; the engine
-takes its usual path. The module's hooks fire in every replica of `DataParallel` too, because a
-replica takes over the module's attributes.
+Hooks on the module, its outputs, its parameters and the optimizer observe it from outside; the
+engine runs as usual. The module's hooks fire in every replica of `DataParallel` too, because a
+replica copies the module's attributes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from paceline.torch_private import at_backward_end
 
 @dataclass(slots=True, kw_only=True)
 class BatchPart:
-    """The rows of one forward pass and what the loss said of them: enough to compute it again."""
+    """The rows of one forward pass and the loss's gradients: enough to compute the pass again."""
 
     inputs: list[Tensor]
     outputs: list[Tensor] = field(default_factory=list)
@@ -68,11 +68,11 @@ class ForwardPass(BatchPart):
 
 @dataclass(eq=False, repr=False, kw_only=True)
 class StepRecording:
-    """One step being recorded. `note_batch` and `note_loss` say what no hook can see.
+    """One step being recorded. `note_batch` and `note_loss` add what hooks cannot observe.
 
-    `trace` is there when the block has ended. `local` are the gradients of this worker alone,
-    before they are averaged; `averaged` are those that backward left behind, `applied` those that
-    the optimizer found.
+    `trace` is set when the block has ended. `local` are this worker's gradients before they are
+    averaged; `averaged` are the gradients after backward, `applied` those before the optimizer's
+    step.
     """
 
     model: Any
@@ -84,7 +84,7 @@ class StepRecording:
     values: bool
     loss_fn: Callable[[Any, Any], Tensor] | None
     keeps_tensors: bool
-    """Whether the step is computed again, for which tensors are copied."""
+    """Whether tensors are copied, to compute the step again."""
     trace: Trace | None = None
     indices: list[int] | None = None
     """Which rows of the dataset this process has."""
@@ -93,11 +93,11 @@ class StepRecording:
     loss: Tensor | None = None
     """The sum of all losses."""
     loss_weight: float | None = None
-    """Over how many items it is a sum; None where it was not said."""
+    """Over how many items it is a sum; None if the caller has not said so."""
     weighted_items: float | None = None
-    """The same, as `weighted()` was told."""
+    """The same, as passed to `weighted()`."""
     engine_weight: float | None = None
-    """What the engine weighs this worker's gradients by."""
+    """The engine's weight for this worker's gradients."""
     targets: list[Any] = field(default_factory=list)
     """One for each loss."""
     calls: list[ForwardPass] = field(default_factory=list)
@@ -112,7 +112,7 @@ class StepRecording:
     applied: dict[str, Tensor] = field(default_factory=dict)
     has_older_gradients: bool = False
     is_indirect: bool = False
-    """Whether the loss itself looks at gradients, which says more than those of the outputs."""
+    """Whether the loss itself is computed from gradients: those of the outputs do not suffice."""
     autocast: tuple[str, torch.dtype] | None = None
 
     def __post_init__(self, weight_text: str | None) -> None:
@@ -128,13 +128,13 @@ class StepRecording:
         self._overhead_ns = 0
 
     def note_batch(self, indices: Sequence[int]) -> None:
-        """Say which rows of the dataset this worker's batch has, in order."""
+        """Record which rows of the dataset this worker's batch has, in order."""
         self.indices = [int(index) for index in indices]
 
     def note_loss(self, loss: Tensor, weight: float | None = None, targets: Any = None) -> None:
-        """Say what the loss is, before backward; of several, their sum is shown.
+        """Record the loss, before backward; of several, their sum is shown.
 
-        `weight` is over how many items it is a sum, where it is not what `weighted()` was told.
+        `weight` is over how many items it is a sum, where that was not passed to `weighted()`.
         With `targets`, and a `loss_fn` for the whole step, the check computes the loss of the whole
         batch too.
         """
@@ -158,7 +158,8 @@ class StepRecording:
 
     @property
     def seconds_by_stage(self) -> dict[str, float | None]:
-        """How long this process took; None for what was not seen, nothing for forward passes."""
+        """How long each stage took in this process; None for one that was not observed. Forward
+        passes have their own times."""
         is_replicas = self._outermost is self.model
         return {
             "batch": self._seconds("begin", "called"),
@@ -183,7 +184,7 @@ class StepRecording:
             add(param.register_hook(hook))  # type: ignore[no-untyped-call]
         if self.optimizer is not None:
             before = self.optimizer.register_step_pre_hook(self._hook(self._on_update))
-            # First of all: one that shares the update out shows those after it a part only.
+            # First of all hooks: one that shards the update leaves those after it a part only.
             hooks: Any = self.optimizer._optimizer_step_pre_hooks
             hooks.move_to_end(before.id, last=False)
             add(before)
@@ -196,14 +197,14 @@ class StepRecording:
         for handle in self._handles:
             handle.remove()
 
-    def let_go(self) -> None:
-        """Keep the trace alone: a caller may keep the recording."""
-        for held in (self.local, self.averaged, self.applied, self.calls, self.targets):
-            held.clear()
+    def free_tensors(self) -> None:
+        """Keep only the trace: the caller may keep the recording."""
+        for kept in (self.local, self.averaged, self.applied, self.calls, self.targets):
+            kept.clear()
         self.whole = self.loss = None
 
     def _hook(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, told on a clock that stands still while hooks take their notes."""
+        """Wrap a hook: it gets the time, on a clock that is stopped while hooks run."""
 
         def hook(*args: Any) -> Any:
             with self._lock:
@@ -262,11 +263,11 @@ class StepRecording:
         if self._is_inner():
             return
         self._ns.setdefault("backward", now_ns)
-        self.look_at_buckets()
+        self.record_buckets()
         reducer = self.reducer
         if reducer is not None:
             self.weighted_items = reducer.weight.value if reducer.weight.is_set else None
-            # A run that is alone divides by itself.
+            # With one worker a `Run` divides the gradients itself.
             is_plain = reducer.size == 1 and not reducer.weight.is_set
             self.engine_weight = 1.0 if is_plain else reducer.weight.value
         if self.keeps_tensors:
@@ -285,11 +286,11 @@ class StepRecording:
             self.local[name] = own.clone()
 
     def _is_inner(self) -> bool:
-        """Whether these are gradients that a loss is computed from: they record theirs in turn.
+        """Whether this is a backward pass inside the loss, whose gradients are part of the graph.
 
-        For others, look at the gradients when the backward pass is over, averages included. The
-        engine's own callback may be queued before or after this one; one that is queued from a
-        callback comes after all of them.
+        For any other, read the gradients when the backward pass has ended, including the averaging.
+        The engine's own callback may be queued before or after this one; a callback that is queued
+        by a callback runs after all of them.
         """
         if torch.is_grad_enabled():
             self.is_indirect = True
@@ -306,33 +307,33 @@ class StepRecording:
     def _on_update(self, now_ns: int, *_: Any) -> None:
         self._ns["update"] = now_ns
         self.applied = self._gradients()
-        # A worker without rows takes part without a backward pass.
+        # A worker without rows takes part in the sums without a backward pass.
         self.averaged = self.averaged or self.applied
 
     def _on_updated(self, now_ns: int, *_: Any) -> None:
         self._ns["updated"] = now_ns
 
-    def look_at_buckets(self) -> None:
-        """Note the reducer's buckets, in the order in which they start; none in a world of one."""
+    def record_buckets(self) -> None:
+        """Record the reducer's buckets, in the order they start; none in a world of one."""
         reducer = self.reducer
         if self.buckets or reducer is None or reducer.size == 1:
             return
         for number, bucket in enumerate(reducer.buckets):
             plan, names, title = bucket.plan, list(bucket.names), f"bucket {number}"
             flat = torch.empty(plan.numel + plan.trailer, dtype=plan.dtype, device="meta")
-            (held,) = facts.tree_facts(title, flat, values=False)
-            held = replace(held, device=str(plan.device))
+            (buffer,) = facts.tree_facts(title, flat, values=False)
+            buffer = replace(buffer, device=str(plan.device))
             text = " to ".join(dict.fromkeys((*names[:1], *names[-1:]))) or "no gradients"
             if plan.trailer:
                 text += f", then {plan.trailer} control numbers"
-            part = Part(title=title, device=held.device, tensors=[held], text=text)
+            part = Part(title=title, device=buffer.device, tensors=[buffer], text=text)
             self.buckets.append(part)
             for name, slot in zip(names, plan.slots, strict=True):
                 self.bucket_starts[name] = (number, slot.start)
 
     @property
     def reducer(self) -> Reducer | None:
-        """What averages the gradients; `DataParallel` has none."""
+        """The reducer that averages the gradients; `DataParallel` has none."""
         return self.model.reducer if isinstance(self.model, DistributedDataParallel) else None
 
     def _gradients(self) -> dict[str, Tensor]:
@@ -340,18 +341,18 @@ class StepRecording:
         return {n: dense(p.grad.detach()).clone() for n, p in trained if p.grad is not None}
 
     def _keep(self, value: Any) -> Any:
-        """The tensors as they are now: the caller may change them later."""
+        """Copies of the tensors, because the caller may change them later."""
         keep = torch.clone if self.keeps_tensors else Tensor.detach
         return map_tensors(lambda tensor: keep(tensor.detach()), value)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """By name, without a wrapper's prefix."""
+    """Parameters that require gradients, by name without a wrapper's prefix."""
     return {n: p for n, p in bare(model).named_parameters() if p.requires_grad}
 
 
 def memories(tensors: Iterable[Tensor]) -> set[int]:
-    """Addresses of storages: two tensors with the same one share bytes."""
+    """Addresses of storages: two tensors with the same one share memory."""
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
@@ -360,15 +361,15 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def fill(template: Any, tensors: Iterable[Tensor]) -> Any:
-    """The tree with other tensors in place of its own."""
+    """The tree `template` with `tensors` in place of its own."""
     left = iter(tensors)
     return map_tensors(lambda _: next(left), template)
 
 
 def join(pieces: Sequence[BatchPart]) -> BatchPart | None:
-    """All rows in one piece; None where they do not fit together.
+    """All pieces joined along rows; None where their shapes do not fit.
 
-    What has no rows of its own is taken from the first, or summed where it is a gradient.
+    A tensor without a row dimension is taken from the first, or summed where it is a gradient.
     """
     if len(pieces) < 2:
         return pieces[0] if pieces else None
@@ -395,15 +396,15 @@ def join(pieces: Sequence[BatchPart]) -> BatchPart | None:
             grads=[joined_grads(number) for number in range(len(pieces[0].outputs))],
             targets=[joined(e) for e in zip(*(p.targets for p in pieces), strict=False)],
         )
-    except (RuntimeError, ValueError):  # other shapes, other numbers of tensors
+    except (RuntimeError, ValueError):  # shapes or numbers of tensors differ
         return None
 
 
 def _separate(output: Any) -> Any:
-    """The output, with each of several tensors behind a view of its own.
+    """The output, with each of several tensors replaced by a view.
 
-    One output may be computed from another. Its gradient would then be counted for both, when what
-    is wanted is what the loss alone says of each.
+    One output may be computed from another, and its gradient would then be counted for both. A hook
+    on a view sees only the gradient that comes from the loss.
     """
     if sum(tensor.requires_grad for tensor in find_tensors(output)) < 2:
         return output

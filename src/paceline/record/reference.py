@@ -1,10 +1,10 @@
-"""The check: the same step in one process on the whole batch, by plain torch, and the difference.
+"""The check: the same step in one process on the whole batch, in plain torch, compared.
 
-A copy of the model and the optimizer is taken before the step. Afterwards the rows of all workers
-go through the copy in one forward pass; the backward pass starts from the gradients that the loss
-had with respect to the outputs, which were recorded, so the loss function need not be known. Where
-a model treats rows together (batch statistics) or draws random numbers, the parts go through one
-after the other, each with its own random numbers, and the check says so.
+The model and the optimizer are copied before the step. Afterwards the rows of all workers go
+through the copy in one forward pass; the backward pass starts from the recorded gradients of the
+loss with respect to the outputs, so the loss function need not be known. Where a model's outputs
+depend on other rows (batch statistics) or on random numbers, the parts go through one after the
+other, each with its own random state, and the check says so.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from paceline.record.hooks import BatchPart, StepRecording, dense, fill, join, t
 from paceline.record.stages import Check
 from paceline.torch_private import BatchNorm, tensor_hooks
 
-# How far apart two orders of the same sums may end, as a share of the largest number.
+# How much two orders of summation may differ, as a share of the largest number.
 ROUNDING_BY_DTYPE = {torch.float64: 1e-10, torch.float32: 1e-4}
 ROUNDING_OF_OTHERS = 5e-2
-NEXT_TO_NOTHING = 1e-12
+ABSOLUTE_TOLERANCE = 1e-12
 
 WHY_LOSS = (
     "the mean of the parts' losses is not the loss of the whole batch; parts of unequal size need "
@@ -50,18 +50,18 @@ class Reference:
     """A model and its optimizer as they were before the step."""
 
     def __init__(self, module: nn.Module, optimizer: Optimizer | None) -> None:
-        # Process groups cannot be copied, and need not be.
+        # Process groups cannot be copied: the copy refers to the same ones.
         held = [value for layer in module.modules() for value in vars(layer).values()]
         groups = {id(value): value for value in held if isinstance(value, dist.ProcessGroup)}
         self.module, self.optimizer = copy.deepcopy((module, optimizer), groups)
-        # Hooks that change gradients on their way are part of a model; a copy leaves them behind.
+        # Hooks that change gradients are part of a model, but deepcopy does not copy them.
         for one, two in zip(module.parameters(), self.module.parameters(), strict=True):
             for hook in tensor_hooks(one).values():
                 two.register_hook(hook)  # type: ignore[no-untyped-call]
         for layer in self.module.modules():
             if isinstance(layer, (SyncBatchNorm, nn.SyncBatchNorm)):
-                # No other rank would answer.
-                layer.__class__ = _AloneBatchNorm  # type: ignore[assignment]
+                # It would wait for the other ranks.
+                layer.__class__ = _LocalBatchNorm  # type: ignore[assignment]
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -70,10 +70,10 @@ class Reference:
     def check(
         self, rec: StepRecording, pieces: Sequence[BatchPart], factor: float, loss: float | None
     ) -> Check:
-        """Compute the step again and compare; a failure to do so is a check that says so.
+        """Compute the step again and compare; a failure becomes a check that reports it.
 
-        `pieces` are the rows of all workers in order, `factor` is what the engine multiplied the
-        sum of their losses with, and `loss` is the mean over all rows.
+        `pieces` are the rows of all workers in order, `factor` is the engine's factor on the sum of
+        their losses, and `loss` is the mean over all rows.
         """
         try:
             joined = join(pieces)
@@ -85,7 +85,7 @@ class Reference:
             if whole.loss is not None and self._compare(rec, [joined], factor, None).is_same:
                 return replace(whole, reason=WHY_LOSS)
             parts = self._compare(rec, pieces, factor, None)
-        except Exception as error:  # the step is done and right; only its check is missing
+        except Exception as error:  # the step itself has succeeded
             return not_computed(f"computing it again failed: {first_line(error)}")
         if not parts.is_same:
             return whole
@@ -94,7 +94,7 @@ class Reference:
         return replace(parts, reason=WHY_RANDOM if is_random else together)
 
     def gradients_of(self, rec: StepRecording, piece: BatchPart) -> dict[str, Tensor]:
-        """What a single piece adds to the gradients, by parameter."""
+        """The gradients of a single piece, by parameter."""
         own = Reference(self.module, None)
         own._run(rec, piece, factor=1.0, uses_loss=False)
         return {name: param.grad for name, param in own.trained.items() if param.grad is not None}
@@ -122,7 +122,9 @@ class Reference:
         is_whole = len(pieces) == 1
         found = {what: distance(pairs) for what, pairs in pairs_by_what.items()}
         differences: dict[str, Any] = {what: apart for what, (apart, _) in found.items()}
-        tolerances = {what: share * scale + NEXT_TO_NOTHING for what, (_, scale) in found.items()}
+        tolerances = {
+            what: share * scale + ABSOLUTE_TOLERANCE for what, (_, scale) in found.items()
+        }
         worst = max(differences, key=differences.__getitem__)
         is_same = all(differences[what] <= tolerances[what] for what in found)
         is_finite = all(bool(dense(t).isfinite().all()) for pair in compared for t in pair)
@@ -149,7 +151,7 @@ class Reference:
         args, kwargs = fill(rec.calls[0].arguments, (t.to(device) for t in piece.inputs))
         loss = None
         autocast = torch.autocast(*rec.autocast) if rec.autocast else nullcontext()
-        with _random_numbers(piece), torch.enable_grad(), autocast:
+        with _with_random_state(piece), torch.enable_grad(), autocast:
             output = self.module(*args, **kwargs)
             if uses_loss and rec.loss_fn is not None and piece.targets:
                 targets = fill(rec.targets[0], (t.to(device) for t in piece.targets))
@@ -163,15 +165,15 @@ class Reference:
         if loss is not None:
             torch.autograd.backward(loss)
         elif roots:
-            # Outputs that depend on each other get each their own share of the gradient.
+            # In one call: outputs may depend on each other, and each has its own gradient.
             torch.autograd.backward([out for out, _ in roots], [grad for _, grad in roots])
         return [out.detach() for out in outputs], None if loss is None else loss.detach()
 
     def _update(self, rec: StepRecording) -> Pairs:
-        """Let the copied optimizer apply the engine's gradients: is the update what it should be?
+        """Let the copied optimizer apply the engine's gradients, to check the update by itself.
 
-        Not the reference's own gradients: some optimizers divide by a gradient's size, which makes
-        a difference of 1e-12 between two next to nothing as large as the learning rate.
+        Not the reference's gradients: some optimizers divide by a gradient's magnitude, so a
+        difference of 1e-12 between two tiny gradients would become as large as the learning rate.
         """
         for name, param in self.trained.items():
             applied = rec.applied.get(name)
@@ -181,8 +183,8 @@ class Reference:
         return _pair_up({n: p.detach() for n, p in self.trained.items()}, rec.trained)
 
 
-class _AloneBatchNorm(BatchNorm):
-    """Statistics of all rows, which are all here."""
+class _LocalBatchNorm(BatchNorm):
+    """SyncBatchNorm in one process, which has all rows."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         return
@@ -198,7 +200,7 @@ def not_computed(reason: str) -> Check:
 
 
 def distance(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, float]:
-    """The largest difference, and the largest finite number that it is a difference of."""
+    """The largest difference, and the largest finite number compared."""
     difference = scale = 0.0
     for ours, theirs in pairs:
         if ours.numel():
@@ -206,7 +208,7 @@ def distance(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, float]:
             two = dense(theirs).to(one.device)
             wide = torch.complex128 if one.is_complex() else torch.float64
             apart = (one.to(wide) - two.to(wide)).abs().nan_to_num(nan=math.inf, posinf=math.inf)
-            # Infinities of one sign do not differ, nor do two that are not numbers.
+            # Equal infinities do not differ, nor do two NaN.
             apart[(one == two) | (one.isnan() & two.isnan())] = 0.0
             difference = max(difference, apart.max().item())
             finite = one[one.isfinite()].abs()
@@ -215,7 +217,7 @@ def distance(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[float, float]:
 
 
 def _pair_up(ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor]) -> Pairs:
-    """Tensors of one name; one that only one side has is compared with zeros."""
+    """Pair tensors by name; one that only one side has is compared with zeros."""
     pairs = []
     for name, mine in ours.items():
         other = theirs.get(name)
@@ -227,8 +229,8 @@ def _pair_up(ours: Mapping[str, Tensor | None], theirs: Mapping[str, Tensor]) ->
 
 
 @contextmanager
-def _random_numbers(piece: BatchPart) -> Iterator[None]:
-    """Draws what was drawn before, and leaves the generators as they were."""
+def _with_random_state(piece: BatchPart) -> Iterator[None]:
+    """Use the piece's random state inside, and restore the generators afterwards."""
     if not piece.random_state:
         yield
         return

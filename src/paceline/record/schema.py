@@ -1,8 +1,8 @@
 """The file format of a recorded step: the fields of `stages`, written as strict JSON.
 
-The dataclasses are the schema. `from_json` compares a document with them and names the first thing
-that is wrong; keys it does not know are ignored, so that later versions may add some. Numbers that
-JSON has no word for are the strings "nan", "inf" and "-inf". Starts without torch.
+The dataclasses are the schema. `from_json` checks a document against them and names the first
+mistake; unknown keys are ignored, so that later versions may add some. Floats that JSON cannot
+represent are the strings "nan", "inf" and "-inf". Starts without torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def to_json(trace: Trace) -> dict[str, Any]:
 
 
 def from_json(document: Any) -> Trace:
-    """The trace that a document holds; a WireError names what is wrong with it."""
+    """Read a trace from a document; a WireError names what is wrong with it."""
     found = document.get("schema") if isinstance(document, dict) else None
     if found != SCHEMA:
         raise WireError(
@@ -39,17 +39,17 @@ def from_json(document: Any) -> Trace:
 
 
 def write(trace: Trace, path: Path) -> None:
-    """Write the file as a whole: a reader sees the old one or the new one, other users neither."""
+    """Replace the file atomically, readable by this user only."""
     make_private(path.parent)
     replace_file(path, [json.dumps(to_json(trace), allow_nan=False, indent=1), "\n"])
 
 
 def read(path: Path) -> Trace:
-    """The step that a file holds."""
+    """Read a recorded step from a file."""
     return from_json(read_document(path))
 
 
 def read_document(path: Path) -> Any:
-    """The JSON of a whole file, none of which is read if it is too large."""
+    """The JSON of a file; one that is too large is refused."""
     with open_plain(path) as file:
         return read_json(file, FILE_LIMIT_BYTES, path)

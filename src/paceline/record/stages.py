@@ -1,7 +1,7 @@
 """One recorded step as plain data: stages, a sample and a weight followed through them, a check.
 
-What the terminal, the report and the JSON file show is exactly this; nothing else is kept of
-the step. Field by field it is the file format too: see `schema`. Starts without torch.
+The terminal, the report and the JSON file show exactly this data; nothing else is kept of the step.
+Its fields are also the file format: see `schema`. Starts without torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ EngineName = Literal["DataParallel", "DistributedDataParallel"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """What a tensor's values are like, without the values."""
+    """Statistics of a tensor's values."""
 
     min: float
     mean: float
@@ -25,7 +25,7 @@ class Stats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFacts:
-    """One tensor as it was seen."""
+    """One tensor as it was recorded."""
 
     name: str
     shape: list[int]
@@ -33,7 +33,7 @@ class TensorFacts:
     device: str
     bytes: int
     stats: Stats | None = None
-    """None where there are too few values to hide them in a statistic, or no numbers."""
+    """None where statistics would reveal the few values, or without real numbers."""
     first: list[float] | None = None
     """The first values; None unless values were asked for."""
 
@@ -44,7 +44,7 @@ class Part:
 
     title: str
     worker: int | None = None
-    """Rank or number of the replica; None for what belongs to all."""
+    """The rank, or the number of the replica; None for what belongs to all."""
     device: str = ""
     tensors: list[TensorFacts] = field(default_factory=list)
     seconds: float | None = None
@@ -56,7 +56,7 @@ class Stage:
     """One thing that happens to a batch."""
 
     name: str
-    """`data`, `batch`, `split` …: fixed words, for programs."""
+    """`data`, `batch`, `split` …: fixed identifiers, for programs."""
     title: str
     text: str
     """What happens here, in one sentence with the numbers of this step."""
@@ -64,12 +64,12 @@ class Stage:
     bytes_moved: int = 0
     """How much was copied from one memory, device or process to another, all parts together."""
     seconds: float | None = None
-    """From the first worker's beginning to the last one's end; None where it was not measured."""
+    """From the first worker's start to the last one's end; None where it was not measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleStop:
-    """Where the followed sample is at one stage."""
+    """The followed sample at one stage."""
 
     stage: str
     worker: int | None
@@ -89,14 +89,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightStop:
-    """What the followed weight is, or has as its gradient, at one stage."""
+    """The followed weight's value or gradient at one stage."""
 
     stage: str
     what: Literal["value", "gradient", "averaged gradient", "summed gradient", "new value"]
     by_worker: list[float] | None = None
     """By worker, or a single one where all share it; None unless values were asked for."""
     is_equal: bool | None = None
-    """Whether all workers have the same bits; None for what each has of its own."""
+    """Whether all workers have the same bits; None for values that differ by design."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,17 +113,17 @@ class Weight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """The step computed once more in one process, and how far it is from what the engine did."""
+    """The step computed again in one process, and its difference from the engine's result."""
 
     how: Literal["whole batch", "part by part", "not computed"]
     text: str
     """One sentence, such as "same as one process on the whole batch: difference 3e-08"."""
     is_same: bool | None = None
-    """Whether the difference is rounding; None where there is none to judge."""
+    """Whether rounding explains the difference; None where nothing was compared."""
     difference: float | None = None
-    """The largest of those below."""
+    """The largest of the differences below."""
     tolerance: float | None = None
-    """What rounding can explain, for numbers of this size and dtype."""
+    """The largest difference that rounding explains, for numbers of this size and dtype."""
     outputs: float | None = None
     loss: float | None = None
     """Compared only where the loss function is known."""
@@ -150,7 +150,7 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedEpochs:
-    """The epochs after the recorded step, and what they say together."""
+    """The epochs after the recorded step, and a sentence about them."""
 
     epochs: list[Epoch] = field(default_factory=list)
     observation: str = ""
@@ -168,7 +168,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What the model says in the end: a class with its probability, or a value."""
+    """The model's prediction: a class with its probability, or a value."""
 
     kind: Literal["class", "value"]
     text: str
@@ -176,7 +176,7 @@ class Answer:
     probability: float | None = None
     value: float | None = None
     expected: float | None = None
-    """What the dataset says."""
+    """The target in the dataset."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,14 +189,14 @@ class SamplePrediction:
     answer: Answer | None = None
     """None unless values were asked for."""
     stages: list[Stage] = field(default_factory=list)
-    """A batch with that row on its way through split, devices and gather."""
+    """The stages of a batch with that row: split, devices and gather."""
     stops: list[SampleStop] = field(default_factory=list)
-    """Where the row is in those stages."""
+    """The row's position in those stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What is trained."""
+    """The trained model."""
 
     name: str
     parameters: int
@@ -205,7 +205,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """One step of one model, as it went."""
+    """One recorded step of one model."""
 
     engine: EngineName
     step: int
@@ -222,7 +222,7 @@ class Trace:
     seconds: float = 0.0
     """The recorded step as a whole, without the check."""
     times: str = ""
-    """How times were measured, in a sentence; empty where they are those of this step alone."""
+    """How times were measured, in a sentence; empty where they are of this step only."""
     stages: list[Stage] = field(default_factory=list)
     sample: Sample | None = None
     weight: Weight | None = None

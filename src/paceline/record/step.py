@@ -1,4 +1,4 @@
-"""`record_step`: one step of a training, recorded while it happens.
+"""`record_step`: one step of a training, recorded while it runs.
 
     with record_step(model, optimizer, step=run.step, folder="runs/digits") as recording:
         loss = loss_fn(model(x), y)
@@ -7,9 +7,9 @@
         optimizer.step()
     print(recording.trace)
 
-The step is the caller's own, on the real engine; see `hooks`. When the block ends, workers tell
-each other what they saw, rank 0 computes the step once more by itself, and writes the file. All of
-them call it, in the same step, and decide only by what all of them know.
+The step is the caller's, on the real engine; see `hooks`. When the block ends, workers exchange
+what they recorded, rank 0 computes the step again in one process, and writes the file. All workers
+call it in the same step, and every branch to a collective depends only on what all of them know.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ def record_step(
 ) -> Iterator[StepRecording]:
     """Record the step inside the block; on `DistributedDataParallel`, in all workers at once.
 
-    `model` is wrapped by one of our engines. With `folder` the file `pipeline/step{n}.json` is
-    written there. `sample` is a row of the dataset, `weight` is written like `"fc.weight[0, 3]"`.
-    Without `values` shapes and statistics are kept, but no value of data, weights or outputs.
-    `loss_fn(output, targets)`, a mean over rows, makes the check compute the loss as well.
-    `check=False` spares the copy of the model, and the second computation.
+    `model` is a `DataParallel` or a `DistributedDataParallel` of Paceline's. With `folder` the file
+    `pipeline/step{n}.json` is written there. `sample` is a row of the dataset, `weight` has the
+    form `"fc.weight[0, 3]"`. Without `values` shapes and statistics are kept, but no values of
+    data, weights or outputs. With `loss_fn(output, targets)`, a mean over rows, the check compares
+    the loss as well. `check=False` saves the copy of the model and the second computation.
     """
     if not isinstance(model, (DataParallel, DistributedDataParallel)):
         raise UsageError(
@@ -82,7 +82,7 @@ def record_step(
     check_whole("step", step)
     target = None if folder is None else RunFolder(folder)
     if target is not None:
-        target.check_name()  # a name is refused by every worker alike
+        target.check_name()  # on every worker: only rank 0 writes, but all must raise
     rec = StepRecording(
         model=model,
         optimizer=optimizer,
@@ -108,17 +108,17 @@ def record_step(
         with torch.no_grad():
             rec.trace = (_trace_replicas if group is None else _trace_ranks)(rec, reference)
     finally:
-        rec.let_go()
+        rec.free_tensors()
     if target is not None and is_main:
         target.create()
         schema.write(rec.trace, target.pipeline_of(step))
 
 
 def _copy(model: Any, optimizer: Optimizer | None) -> Reference | str:
-    """What the step is compared with, or why it cannot be."""
+    """The reference that the step is compared with, or why there is none."""
     try:
         return Reference(model.module, optimizer)
-    except Exception as error:  # some modules cannot be copied; the step matters more
+    except Exception as error:  # some modules cannot be copied; the step must run anyway
         return f"the model cannot be copied: {first_line(error)}"
 
 
@@ -131,7 +131,7 @@ def _trace_replicas(rec: StepRecording, reference: Reference | str) -> Trace:
         return order.get(call.module, 0)
 
     rec.calls.sort(key=lambda call: (call.turn, number_of(call)))
-    first = [call for call in rec.calls if call.turn == 0]  # what is drawn; all are checked
+    first = [call for call in rec.calls if call.turn == 0]  # these are drawn; all are checked
     places = [rec.model.device_ids[number_of(call)] for call in first]
     devices = [str(torch.device(p) if isinstance(p, int) else p) for p in places]
     if len(rec.targets) == 1:  # one loss for all replicas: targets of the whole batch
@@ -155,9 +155,9 @@ def _trace_replicas(rec: StepRecording, reference: Reference | str) -> Trace:
 def _contributions(
     reference: Reference, rec: StepRecording, calls: Sequence[BatchPart]
 ) -> list[tuple[list[TensorFacts], float]] | None:
-    """The gradients that each replica adds, and what it adds to the followed weight's.
+    """Each replica's gradients, and its part of the followed weight's gradient.
 
-    They share the parameters, so these are never seen by themselves.
+    Replicas share the parameters, so in the step itself only the sums are visible.
     """
     found = []
     try:
@@ -165,14 +165,14 @@ def _contributions(
             own = {n: dense(grad) for n, grad in reference.gradients_of(rec, call).items()}
             told = facts.flat_facts("own gradients", own.values(), values=rec.values)
             found.append((told, facts.read_weight(rec.weight, own) or 0.0))
-    except Exception:  # the picture has less to show
+    except Exception:  # without them the picture only shows less
         return None
     return found
 
 
 def _trace_ranks(rec: StepRecording, reference: Reference | str) -> Trace:
-    """The trace of a step of all workers; the same on every one of them."""
-    rec.look_at_buckets()
+    """The trace of a step of all workers; the same on each."""
+    rec.record_buckets()
     group, device = rec.model.process_group, rec.model.device
     is_equal = None
     if rec.has_update and group.size() > 1:
@@ -215,7 +215,7 @@ def _trace_ranks(rec: StepRecording, reference: Reference | str) -> Trace:
 def _check_ranks(
     rec: StepRecording, reference: Reference | str, ranks: Sequence[RankCounts]
 ) -> Check | None:
-    """Rank 0's check; the others only hand over their rows."""
+    """Rank 0's check; the other ranks only send their rows."""
     if any(each.has_older_gradients for each in ranks):
         return not_computed(OLDER)
     pieces, reason = _gather_pieces(
@@ -234,7 +234,7 @@ def _check_ranks(
 
 
 def _gather_pieces(rec: StepRecording, trouble: str) -> tuple[list[BatchPart], str]:
-    """The rows of all workers, or why they are not sent; the same answer on every worker."""
+    """The rows of all workers, or why they are not sent; the same result on every worker."""
     group, device = rec.model.process_group, rec.model.device
     for call, targets in zip(rec.calls, rec.targets, strict=False):
         call.targets = list(find_tensors(targets))

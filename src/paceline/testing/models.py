@@ -1,4 +1,4 @@
-"""Models in tests: equal on every rank without the global random numbers, compared exactly."""
+"""Models for tests: equal on every rank without global random state, and exact comparison."""
 
 from __future__ import annotations
 
@@ -75,6 +75,6 @@ def _difference(a: Tensor | None, b: Tensor | None) -> str:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The bytes: tells 0.0 from -0.0, and finds a NaN equal to itself."""
+    """The bytes, in which 0.0 differs from -0.0, and a NaN equals itself."""
     plain = tensor.resolve_conj().resolve_neg().to_dense() if tensor.is_sparse else tensor
     return plain.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)

@@ -1,8 +1,8 @@
 """Ranks as processes: for crashes, signals, memory and anything global to a process.
 
-A fork server that has imported torch and this module once makes a fresh process per rank in
-milliseconds. Functions travel by name; arguments travel as bytes of `files.codec`, and so does what
-each worker leaves in a file at its end. Whatever happens, no process is left.
+A fork server that has imported torch and this module once forks a process per rank in milliseconds.
+Functions are passed by name, arguments as bytes of `files.codec`, and so are results, which each
+worker writes to a file at its end. Whatever happens, no process is left.
 """
 
 from __future__ import annotations
@@ -47,22 +47,22 @@ from paceline.testing.ranks import (
 from paceline.torch_private import HEAVY_MODULES, FileStore
 
 _PRELOAD = ["torch", *HEAVY_MODULES, "paceline.run", "paceline.testing"]
-# How long an error that is only an echo waits for the real one to arrive.
-_ECHO_S = 2.0
-# A worker that gets this writes down where it is, within so many seconds.
+# How long a secondary error, which only reports a lost peer, waits for the primary one.
+_SECONDARY_S = 2.0
+# On this signal a worker writes its stack to a file, within so many seconds.
 _STACK_SIGNAL, _STACK_S = signal.SIGUSR1, 0.5
 _TRACEBACK_LIMIT_CHARS = 100_000
 
 FunctionName = tuple[str, str]
-"""A function's module and its name there."""
+"""A function's module and qualified name."""
 
 Argument = bytes | FunctionName
-"""An argument on its way: bytes of the codec, or a function by name."""
+"""An encoded argument: bytes of the codec, or a function by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCall:
-    """What every worker of one call is told."""
+    """The arguments that every worker of one call gets."""
 
     function: FunctionName
     args: list[Argument]
@@ -73,7 +73,7 @@ class WorkerCall:
     environ: Mapping[str, str] = field(repr=False)
 
     def path(self, what: str, rank: int) -> Path:
-        """The file for `what` is left of this rank: its `stack` or its `message`."""
+        """The file for a rank's `stack` or `message`."""
         return Path(self.folder, f"{what}{rank}")
 
 
@@ -88,9 +88,9 @@ def run_processes(
     """Run `fn(world, *args)` on `size` ranks, each a fresh process, and return the results by rank.
 
     The group is torch's default one, of `backend`; with NCCL the ranks share the GPUs. `fn`, and
-    arguments that are functions, must be importable; the rest is what `files.codec` can carry. A
-    rank that raises, dies or exits early ends the others and becomes a WorkerError; with
-    `return_exceptions` the others run on, and errors stand in the list.
+    arguments that are functions, must be importable; other arguments and results are values that
+    `files.codec` supports. A rank that raises, dies or exits early ends the others and becomes a
+    WorkerError; with `return_exceptions` the others run on, and errors are returned in the list.
     """
     check_size(size, timeout_s)
     call = WorkerCall(
@@ -128,11 +128,11 @@ class _RankProcess:
         self.result: Any = None
         self.error: WorkerError | None = None
         self.is_secondary = False
-        """Whether the error only says that another rank is gone."""
+        """Whether the error only reports that another rank is gone."""
         self.ended_at = math.inf
         self._call = call
-        # Test modules import pytest, and importing it again in every worker would cost more than
-        # everything else.
+        # Test modules import pytest, and importing it in every worker would take longer than the
+        # rest of its start.
         preload = [*_PRELOAD, "pytest"] if "pytest" in sys.modules else _PRELOAD
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(preload)
@@ -147,17 +147,17 @@ class _RankProcess:
 
     @property
     def sentinel(self) -> int:
-        """What `wait` can watch: the end of the process."""
+        """The handle on which `wait` waits for the end of the process."""
         return self._process.sentinel
 
-    def look(self) -> None:
-        """Find out how the process ended, once it has."""
+    def check_exit(self) -> None:
+        """Record how the process ended, if it has."""
         exitcode = self._process.exitcode
         if exitcode is None:
             return
         self.ended_at = time.monotonic()
         message = None
-        with suppress(FileNotFoundError):  # killed before it could say how it ended
+        with suppress(FileNotFoundError):  # killed before it wrote its message
             message = decode(self._call.path("message", self.rank).read_bytes())
         if message is not None and not message["ok"]:
             self.ended_at, self.is_secondary = message["at"], message["is_secondary"]
@@ -172,7 +172,7 @@ class _RankProcess:
             self.ended_at, self.result = message["at"], message["result"]
 
     def expire(self) -> None:
-        """Give up on a process that is still running, and say where it is."""
+        """Record a timeout for a process that is still running, with its stack."""
         self.ended_at = time.monotonic()
         stack = self._ask_for_stack()
         has_finished = self._call.path("message", self.rank).exists()
@@ -205,21 +205,21 @@ class _RankProcess:
         return stack
 
     def _written_stack(self) -> str:
-        """What the worker's fault handler wrote, at a crash or when asked."""
+        """The stack that the worker's fault handler wrote, at a crash or on the signal."""
         with suppress(OSError):
             return self._call.path("stack", self.rank).read_text(errors="replace").strip()
         return ""
 
 
 def _watch(workers: list[_RankProcess], timeout_s: float, *, stop_at_first: bool) -> None:
-    """Follow the workers until all have ended, time is up, or one failure decides the rest."""
+    """Wait until all workers have ended, time is up, or a primary failure ends the call."""
     deadline = time.monotonic() + timeout_s
     while running := [worker for worker in workers if worker.is_running]:
         failed = [worker for worker in workers if worker.error]
         if stop_at_first and failed:
             if not all(worker.is_secondary for worker in failed):
                 return
-            deadline = min(deadline, min(worker.ended_at for worker in failed) + _ECHO_S)
+            deadline = min(deadline, min(worker.ended_at for worker in failed) + _SECONDARY_S)
         left = deadline - time.monotonic()
         if left <= 0:
             if not (stop_at_first and failed):
@@ -228,11 +228,11 @@ def _watch(workers: list[_RankProcess], timeout_s: float, *, stop_at_first: bool
             return
         wait([worker.sentinel for worker in running], left)
         for worker in running:
-            worker.look()
+            worker.check_exit()
 
 
 def _name_of(function: Callable[..., Any], what: str) -> FunctionName:
-    """The module and name another process can find a function by."""
+    """The module and name by which another process can import a function."""
     module = getattr(function, "__module__", None) or ""
     name = getattr(function, "__qualname__", "")
     found: Any = sys.modules.get(module)
@@ -254,8 +254,9 @@ def _find(name: FunctionName) -> Any:
 
 
 def _work(rank: int, call: WorkerCall) -> None:
-    """Be rank `rank` of `call` in a process of its own; leave one message at the end."""
-    gc.freeze()  # what the server has imported stays: its pages are shared while nobody looks
+    """Run rank `rank` of `call`, in its own process; write one message at the end."""
+    # Do not scan the server's objects: that would copy their pages, which are shared.
+    gc.freeze()
     _die_with_caller()
     stack_file = call.path("stack", rank).open("w")  # open until the end, for the fault handler
     faulthandler.enable(stack_file, all_threads=False)
@@ -298,17 +299,17 @@ def _work(rank: int, call: WorkerCall) -> None:
             say_last_words(group, error)
     written = call.path("unfinished", rank)
     written.write_bytes(message)
-    written.rename(call.path("message", rank))  # all of it, or nothing
+    written.rename(call.path("message", rank))  # atomically
     if group is not None and dist.is_initialized():
         del group
         dist.destroy_process_group()
 
 
 def _die_with_caller() -> None:
-    """End with the process that asked for this worker, whatever it dies of.
+    """End with the process that started this worker, however it dies.
 
     The kernel ends a worker with the fork server, and the server ends when the caller's end of its
-    `alive` pipe closes. Every worker inherits that end too, and would keep its own parent alive.
+    `alive` pipe closes. Every worker inherits that end, and would keep the server alive by it.
     """
     die_with(os.getppid())
     os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]

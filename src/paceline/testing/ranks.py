@@ -1,11 +1,11 @@
-"""Ranks as threads: a whole world in one process, in milliseconds; and how a rank ends.
+"""Ranks as threads: a whole world in one process, in milliseconds; and ending a rank cleanly.
 
-Every thread has its own real process group, Gloo over loopback sockets, so that collectives, their
-order and their failures are the true ones. What threads share is the process: torch's global random
-numbers, default dtype and environment. A crash needs `run_processes`.
+Every thread has its own real process group, Gloo over loopback sockets, so collectives, their order
+and their failures are real. Threads share the process: torch's global random state, default dtype
+and environment. A crash needs `run_processes`.
 
-When one rank fails, the others fail too, a moment later and with a less useful error. A test
-should show the first real one.
+When one rank fails, the others fail a moment later with a less useful error. A test should show the
+primary one.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _collecting = threading.Lock()
 
 
 def say_last_words(group: Any, error: BaseException | None = None) -> None:
-    """Tell the peers, through the group's store, how this rank ended.
+    """Report to the peers, through the group's store, how this rank ended.
 
-    A rank that only lost its peers says nothing: what they want to know is who went first.
+    A rank that only lost a peer reports nothing: the peers need the rank that failed first.
     """
     if error is None:
         post_last_words(group, "finished and left", kind="left")
@@ -45,17 +45,17 @@ def say_last_words(group: Any, error: BaseException | None = None) -> None:
 
 
 def summary(error: BaseException) -> str:
-    """The error in one line that is not too long: its type and how its message begins."""
+    """The error in one short line: its type and the beginning of its message."""
     first_line, _, _ = str(error).partition("\n")
     name = type(error).__name__
     return f"{name}: {first_line[:1000]}" if first_line else name
 
 
-def let_go(error: BaseException) -> None:
-    """Make an error, and all errors it came from, hold nothing but what it says and where.
+def strip_references(error: BaseException) -> None:
+    """Remove all references from an error, and from all its causes, but messages and locations.
 
-    Gloo's sockets close when the last reference to a group goes. A traceback holds frames, and
-    frames hold variables and, even when cleared, the functions they ran with what those close over.
+    Gloo's sockets close when the last reference to a group is dropped. A traceback refers to
+    frames, and frames to variables and, even when cleared, to their functions and their closures.
     """
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]
@@ -89,13 +89,13 @@ def _printable_copy(original: TracebackType | None) -> TracebackType | None:
 
 
 def _nothing() -> Iterator[None]:
-    """A generator, because the frame of one that never ran knows no caller, so it holds nobody."""
+    """A generator: the frame of one that never ran refers to no caller, so it keeps none alive."""
     yield
 
 
 def drop_unfinished_backward() -> None:
-    """Free what a backward that failed left queued on this thread: its nodes hold parameters,
-    those hold hooks, and those may hold a group. The next backward clears the queue."""
+    """Free the graph that a failed backward left queued on this thread: it refers to parameters,
+    their hooks, and so to a group. The next backward clears the queue."""
     with torch.enable_grad():
         torch.ones(1, requires_grad=True).sum().backward()  # type: ignore[no-untyped-call]
 
@@ -119,8 +119,8 @@ def run_ranks(
 ) -> list[Any]:
     """Run `body(world, *args)` on `size` ranks, each a thread, and return the results by rank.
 
-    When a rank raises, the first error that is more than an echo of another rank's is raised here,
-    with a note that says whose it is. With `return_exceptions`, errors stand in the list instead.
+    When a rank raises, the first primary error is raised here, with a note that names the rank.
+    With `return_exceptions`, errors are returned in the list instead.
     """
     check_size(size, timeout_s)
     store = HashStore()
@@ -132,7 +132,7 @@ def run_ranks(
             group = gloo_group(store, rank, size, timeout_s)
             await_all_connected(store, size, timeout_s)
         except BaseException as error:
-            let_go(error)
+            strip_references(error)
             errors[rank] = error
             return
         try:
@@ -141,14 +141,14 @@ def run_ranks(
         except BaseException as error:
             errors[rank] = error
             say_last_words(group, error)
-            let_go(error)
+            strip_references(error)
             drop_unfinished_backward()
-        # Peers that wait for this rank fail at once when its sockets close, which takes the last
-        # reference to the group; one inside a cycle (a module and its hooks) goes with the garbage.
-        is_held = weakref.ref(group)
+        # Peers that wait for this rank fail at once when its sockets close. They close with the
+        # last reference to the group, which may be in a cycle (a module and its hooks).
+        reference = weakref.ref(group)
         del group  # by name, because the error's traceback keeps this frame
         for generation in range(3):
-            if is_held() is None:
+            if reference() is None:
                 break
             collect_garbage(generation)
 
@@ -166,7 +166,7 @@ def run_ranks(
             errors.setdefault(rank, _still_running(rank, thread, timeout_s))
     if not errors or return_exceptions:
         return [errors[rank] if rank in errors else results[rank] for rank in range(size)]
-    error = _first_real(errors)
+    error = _primary_error(errors)
     try:
         raise error
     finally:
@@ -176,14 +176,14 @@ def run_ranks(
 
 
 def check_size(size: int, timeout_s: float) -> None:
-    """Refuse a world without ranks and a time that is already over."""
+    """Refuse a world without ranks and a timeout that is not positive."""
     check_whole("size", size)
     if not timeout_s > 0:
         raise UsageError(f"timeout_s is {timeout_s!r}.", advice="Pass a number above 0.")
 
 
 def testing_world(rank: int, size: int, group: Any) -> World:
-    """What a rank of a test is given."""
+    """The `World` that a rank of a test gets."""
     return World(
         rank=rank,
         size=size,
@@ -195,12 +195,12 @@ def testing_world(rank: int, size: int, group: Any) -> World:
 
 
 def gloo_group(store: Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
-    """A process group of its own, known to no registry of torch's, over loopback."""
+    """A process group over loopback, in no registry of torch's."""
     return unregistered_gloo_group(store, rank, size, timeout_s, _loopback_device(), threads=2)
 
 
 def await_all_connected(store: Store, size: int, timeout_s: float) -> None:
-    """Wait until every rank has built its group: a peer that goes before then blocks the rest.
+    """Wait until every rank has built its group: a peer that left earlier would block the rest.
 
     Through the store and not with a barrier, which would fail on a rank that is slow to leave it.
     """
@@ -216,7 +216,7 @@ def _loopback_device() -> Any:
     return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
 
 
-def _first_real(errors: dict[int, BaseException]) -> BaseException:
+def _primary_error(errors: dict[int, BaseException]) -> BaseException:
     ranks = sorted(errors, key=lambda rank: is_secondary(errors[rank]))  # stable: keeps the order
     error = errors[ranks[0]]
     error.add_note(f"rank {ranks[0]} raised this")

@@ -1,4 +1,4 @@
-"""What autograd knows of a tensor and of the running backward pass, and operations on lists."""
+"""Autograd's private state of tensors and backward passes, and operations on lists of tensors."""
 
 from __future__ import annotations
 
@@ -42,37 +42,37 @@ for _path in (
 
 
 def tensor_hooks(tensor: Tensor) -> Mapping[int, Callable[..., Any]]:
-    """The hooks that see, and may change, a gradient on its way to this tensor."""
+    """The hooks that receive, and may change, the gradient of this tensor."""
     return tensor._backward_hooks or {}
 
 
 def accumulated_grad_hooks(param: Tensor) -> dict[int, Callable[..., Any]] | None:
-    """The hooks called when `param.grad` is complete, as autograd keeps them; None if none was."""
+    """Autograd's own dictionary of hooks that run when `param.grad` is complete, or None."""
     hooks: dict[int, Callable[..., Any]] | None = param._post_accumulate_grad_hooks
     return hooks
 
 
 def count_storage_uses(tensor: Tensor) -> Callable[[], int]:
-    """A function that says how many tensors share the storage now; it counts as one itself."""
+    """A function that counts the tensors sharing the storage; its own reference counts as one."""
     storage = tensor.untyped_storage()
     count: Any = partial(_use_count, storage._cdata)
-    count.storage = storage  # as long as it is asked about, the address is this one's
+    count.storage = storage  # keeps the storage alive, so that the address stays valid
     asked: Callable[[], int] = count
     return asked
 
 
 @contextmanager
 def views_unknown_to_autograd() -> Iterator[None]:
-    """Views made in here share memory with their base, and nothing else.
+    """Views made inside share memory with their base, but no autograd state.
 
-    They can be detached in place, and changing one does not make another look changed.
+    They can be detached in place, and writing to one does not change the version of another.
     """
     with _below_autograd(), _exclude(_view_keys):
         yield
 
 
 def mark_as_parameters(tensors: Iterable[Tensor]) -> None:
-    """Have `isinstance(tensor, nn.Parameter)` hold, which some layers check."""
+    """Make `isinstance(tensor, nn.Parameter)` true, which some layers check."""
     for tensor in tensors:
         tensor._is_param = True
 
@@ -89,13 +89,13 @@ if hasattr(find("torch._C"), "_rpc_init"):
 
 
 def is_in_distributed_autograd() -> bool:
-    """Whether `torch.distributed.autograd` keeps the gradients: no parameter hears of them.
+    """Whether `torch.distributed.autograd` collects the gradients, and not the parameters.
 
     Only where there is an agent of `torch.distributed.rpc`.
     """
     autograd = find("torch._C._distributed_autograd")
     try:
         autograd._current_context()
-    except RuntimeError:  # there is none here; on its own threads a backward has none either
+    except RuntimeError:  # no context on this thread; threads of a backward pass have none either
         return int(autograd._get_debug_info()["num_current_backward_passes"]) > 0
     return True

@@ -1,9 +1,9 @@
-"""Process groups from the inside: stores, backends, timeouts, and ending them at once.
+"""Internals of process groups: stores, backends, timeouts, and aborting.
 
-NCCL's waits end when its communicators are aborted. Which class is behind the name `nccl` depends
-on the version of torch: `ProcessGroupNCCL`, or from 2.15 on `ProcessGroupNCCL2`. So it is found by
-what it can do. Stores are public as `torch.distributed.TCPStore` and so on, but type checkers know
-them here only.
+NCCL's waits end when its communicators are aborted. The class behind the name `nccl` depends on the
+version of torch: `ProcessGroupNCCL`, or from 2.15 on `ProcessGroupNCCL2`. So it is found by its
+methods. Stores are public as `torch.distributed.TCPStore` and so on, but type checkers only find
+them in the private module.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ _CPU = torch.device("cpu")
 
 
 def count_collectives(group: Any) -> Callable[[], int]:
-    """A function that says how many this rank has started in the group; 0 where that is unknown."""
+    """A function that returns how many collectives this rank has started; 0 where unknown."""
     try:
         count: Callable[[], int] = group._get_sequence_number_for_group
         count()
-    except (AttributeError, RuntimeError):  # no group of torch's, or a backend that does not count
+    except (AttributeError, RuntimeError):  # not torch's group, or a backend that does not count
         return int
     return count
 
@@ -70,10 +70,10 @@ def can_abort_nccl() -> bool:
 
 
 def find_nccl_backends() -> list[Any]:
-    """NCCL's part of every group of this process, the script's own groups too."""
+    """The NCCL backend of every group of this process, including the script's groups."""
     found = []
     for group in list(_world.pg_map):
-        with suppress(RuntimeError):  # none for that device
+        with suppress(RuntimeError):  # the group has no backend for CUDA
             backend = group._get_backend(torch.device("cuda"))
             if hasattr(backend, "abort") and not isinstance(backend, dist.ProcessGroupGloo):
                 found.append(backend)
@@ -81,9 +81,9 @@ def find_nccl_backends() -> list[Any]:
 
 
 def abort_together(backends: Sequence[Any]) -> None:
-    """End what this process waits for in these backends; may be called from another thread.
+    """Abort all collectives of these backends; may be called from another thread.
 
-    All in one group of NCCL's: to abort one may wait for the others' kernels on the device.
+    All in one NCCL group call: aborting one alone may wait for kernels of the others.
     """
     for first in backends[:1]:
         names = ("_group_start", "_group_end")
@@ -99,33 +99,33 @@ def abort_together(backends: Sequence[Any]) -> None:
 
 
 def abort_default_group() -> None:
-    """Forget all groups of this process without waiting for their other members."""
+    """Destroy all groups of this process without waiting for their other members."""
     _abort()
 
 
 def reset_group_count() -> None:
-    """Have torch name the next default group as the first one.
+    """Make torch name the next default group like the first one.
 
-    torch names groups by how many it has begun: a process whose group failed would look for the
-    next one under another name than a process that never tried.
+    torch numbers groups: a process whose group failed would look for the next one under another
+    name than a process that has had none.
     """
     _world.group_count = 0
 
 
 def set_group_timeout(group: Any, timeout: timedelta) -> None:
-    """How long collectives of the group wait from now on."""
+    """Set the timeout of the group's collectives."""
     _set_timeout(timeout, group)
 
 
 def group_timeout_s(group: Any) -> float | None:
-    """How long collectives of the group wait; None where its backend does not say."""
+    """The timeout of the group's collectives; None where its backend has none."""
     with suppress(Exception):  # not every backend has options
         return float(group._get_backend(_CPU).options._timeout.total_seconds())
     return None
 
 
 def has_cpu_backend(group: Any) -> bool:
-    """Whether the group can exchange tensors of the host."""
+    """Whether the group can exchange CPU tensors."""
     try:
         group._get_backend(_CPU)
     except RuntimeError:
@@ -134,14 +134,14 @@ def has_cpu_backend(group: Any) -> bool:
 
 
 def gloo_like(group: Any, store: Store, rank: int, size: int) -> Any:
-    """A Gloo backend with the options of the group's own, which torch does not know."""
+    """A Gloo backend with the options of the group's, not registered with torch."""
     return dist.ProcessGroupGloo(store, rank, size, group._get_backend(_CPU).options)
 
 
 def unregistered_gloo_group(
     store: Store, rank: int, size: int, timeout_s: float, network: Any, threads: int
 ) -> dist.ProcessGroup:
-    """A process group over one network device of Gloo's, known to no registry of torch's."""
+    """A process group over one network device of Gloo's, in no registry of torch's."""
     options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [network]
@@ -162,5 +162,5 @@ find("torch.distributed.rendezvous._create_c10d_store")
 
 
 def wrap_store_creation(wrap: Callable[[Create], Create]) -> None:
-    """Exchange the function `create(hostname, port, ...)` that makes torch's stores."""
+    """Wrap the function `create(hostname, port, ...)` that makes torch's stores."""
     vars(_module)["_create_c10d_store"] = wrap(vars(_module)["_create_c10d_store"])

@@ -1,4 +1,4 @@
-"""Finding a private name, or saying which torch would have it."""
+"""Looking up a private name of torch, with an error that names supported versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OLDEST, NEWEST = "2.11", "2.15"
 
 @contextmanager
 def named_if_missing() -> Iterator[None]:
-    """Put around imports of private names: one that is missing is named, with the versions."""
+    """Around imports of private names: the error names a missing one, and supported versions."""
     try:
         yield
     except (AttributeError, ImportError) as error:
@@ -28,6 +28,6 @@ def named_if_missing() -> Iterator[None]:
 
 
 def find(path: str) -> Any:
-    """What torch keeps under this path; an error that names it where there is no such thing."""
+    """The object at this dotted path in torch; MissingLibraryError where there is none."""
     with named_if_missing():
         return pkgutil.resolve_name(path)

@@ -1,6 +1,7 @@
-"""What modules, optimizers, data loaders and the compiler do not tell of themselves.
+"""Internals of modules, optimizers, data loaders and the compiler.
 
-`torch.compiler.disable` keeps functions out of graphs too, but imports the compiler: seconds.
+`torch.compiler.disable` keeps functions out of graphs too, but imports the compiler, which takes
+seconds.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def has_loading_hooks(module: nn.Module) -> bool:
 
 
 def has_loading_code(kind: type[nn.Module]) -> bool:
-    """Whether a class loads its own tensors in another way than torch's."""
+    """Whether a class overrides how torch loads its tensors."""
     return (
         kind._load_from_state_dict is not _load
         or kind.set_extra_state is not nn.Module.set_extra_state
@@ -41,7 +42,7 @@ def has_loading_code(kind: type[nn.Module]) -> bool:
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
-    """Step as `optimizer.step()` does, without hooks, counters of schedulers and profiling."""
+    """Call the optimizer's `step` without hooks, scheduler counters and profiling."""
     step = type(optimizer).step
     is_wrapped: bool = getattr(step, "hooked", False)
     (step.__wrapped__ if is_wrapped else step)(optimizer)  # type: ignore[attr-defined]
@@ -50,27 +51,27 @@ def step_without_hooks(optimizer: Optimizer) -> None:
 PREFETCHING: CodeType = find(
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._reset"
 ).__code__
-"""The code that fills the queues of a loader's processes, before anyone has got a batch."""
+"""The code that fills the queues of a loader's processes, before the first batch is returned."""
 
 BatchIterator: Any = find("torch.utils.data.dataloader._BaseDataLoaderIter")
-"""What goes through a loader; it has `_dataset` and `_index_sampler`."""
+"""The iterator of a loader; it has `_dataset` and `_index_sampler`."""
 
 
 def follow_batches(note: Callable[[Any], bool]) -> None:
-    """Tell `note` which `BatchIterator` has given a batch, until it does not want to know."""
-    give = BatchIterator.__next__
+    """Call `note` with each `BatchIterator` that returns a batch, until `note` returns False."""
+    get_batch = BatchIterator.__next__
 
-    def give_and_tell(batches: Any) -> Any:
-        batch = give(batches)
+    def get_and_note(batches: Any) -> Any:
+        batch = get_batch(batches)
         if not note(batches):
-            BatchIterator.__next__ = give
+            BatchIterator.__next__ = get_batch
         return batch
 
-    BatchIterator.__next__ = give_and_tell
+    BatchIterator.__next__ = get_and_note
 
 
 def find_queue(batches: Iterator[Any]) -> Any:
-    """Where batches of a loader's processes wait; None where it has none or cannot count them."""
+    """The queue of batches from a loader's processes; None where it has none or cannot count."""
     queue = getattr(batches, "_data_queue", None)
     try:
         return None if queue is None or queue.qsize() is None else queue
@@ -111,21 +112,21 @@ find("torch._C._dynamo.eval_frame.set_code_exec_strategy")
 
 
 def keep_out_of_graphs(function: Callable[..., Any]) -> None:
-    """Have the compiler run this function, and all that it calls, as they are.
+    """Make the compiler run this function, and all that it calls, uncompiled.
 
-    Inside a compiled function autograd calls hooks where the compiler takes every call for a part
-    of the program.
+    Autograd may call hooks inside a compiled function, where the compiler would trace every call as
+    part of the program.
     """
     _eval_frame.set_code_exec_strategy(function.__code__, _strategy)
 
 
 def never_compiled(function: F) -> F:
-    """A method that a graph breaks at; the compiler asks for the mark when it meets the call."""
+    """A method at which a graph breaks; the compiler checks the mark when it traces the call."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 
 def outside_graphs(function: F) -> F:
-    """As `torch.compiler.disable`: a graph breaks at the call, and nothing inside is compiled."""
+    """Like `torch.compiler.disable`: a graph breaks at the call, and nothing inside is compiled."""
     keep_out_of_graphs(function)
     return never_compiled(function)

@@ -47,7 +47,7 @@ def _below(job: Job, found: Forecast) -> str:
         f"Islands do not pay on this machine's own transport{known} and would below about "
         f"{bytes_text(limit)}/s between workers: {found.settings} would send "
         f"{bytes_text(found.round_bytes)} in {found.options.every} steps instead of "
-        f"{bytes_text(found.step_bytes)} in each. They are another training: see docs/islands.md."
+        f"{bytes_text(found.step_bytes)} in each. They change the training: see docs/islands.md."
     )
 
 
