@@ -147,6 +147,29 @@ def after():
     assert len(list((tmp_path / "run" / "events").glob("*.jsonl"))) >= 1
 
 
+@pytest.mark.parametrize(
+    ("number", "step", "flags"),
+    [("SIGKILL", 39, []), ("SIGKILL", 10, ["--max-restarts", 0]), ("SIGTERM", 10, [])],
+)
+@pytest.mark.parametrize("saves", [True, False])
+def test_rank_0_that_is_not_there_at_the_end_is_made_up_for(
+    number: str, step: int, flags: list[object], saves: bool, tmp_path: Path
+) -> None:
+    faults = f"""
+FOLDER = here / "run" if {saves} else None
+def between(step):
+    if step == {step} and rank == 0 and once("ended"):
+        end(signal.{number})
+    time.sleep(0.005)
+"""
+    done = train(tmp_path, faults, *flags)
+    assert done.returncode == 0, done.stderr
+    assert says(done.stderr, "worker 0 was not there", "runs the script again" if saves else "lost")
+    ends = ends_of(tmp_path)
+    assert sorted(ends) == [0, 1, 2] if saves else [1, 2]
+    assert len({weights for _, weights in ends.values()}) == 1
+
+
 @pytest.mark.parametrize(("number", "saves"), [("SIGKILL", False), ("SIGTERM", True)])
 def test_rank_0_is_not_made_up_for_where_nothing_is_saved_or_it_was_asked_to_end(
     tmp_path: Path, number: str, saves: bool

@@ -62,11 +62,15 @@ class Generations(Workers):
     """How many were training when that was last looked at."""
     _last_lead: int = 0
     """Who was rank 0 when the training was over."""
+    _is_rest_due: bool = False
+    """Whether worker 0 is to be made up for, once the last of it has ended."""
 
     @property
     def is_needed(self) -> bool:
-        """Whether to stay although no worker is left here: others train, elsewhere."""
-        return self.is_on and self.end is None and bool(self.channels and self.roster.members)
+        """Whether to stay although no worker is left here: others train, elsewhere, or one that
+        does the rest is about to begin."""
+        is_awaited = bool(self.channels and self.roster.members) or self._is_rest_due
+        return self.is_on and self.end is None and is_awaited
 
     def is_member(self, worker: int) -> bool:
         return worker in self.roster.members
@@ -127,6 +131,21 @@ class Generations(Workers):
                 self._carry_out(
                     self.roster.on_finished(worker, is_left=is_left, now_s=time.monotonic())
                 )
+                if self.roster.is_finished and len(self._finished) == 1:
+                    self._make_up_for_rank_0()
+
+    def _make_up_for_rank_0(self) -> None:
+        """Have done what scripts leave to it after the loop, if it has left or died before."""
+        if self.roster.machine_of(0) != self.roster.here or 0 in (
+            *self.roster.members,
+            *self._finished,
+        ):
+            return
+        self._is_rest_due = self.can_repeat
+        what = "What it does after the loop is lost"
+        if self.can_repeat:
+            what = "Another one runs the script again, and finds the training complete"
+        self.say(f"worker 0 was not there when the training was over. {what}.")
 
     def _hear_machine(self, message: dict[str, Any]) -> None:
         match message:
@@ -265,6 +284,12 @@ class Generations(Workers):
         self.starts = [start for start in self.starts if start.at_s > now_s]
         for start in due:
             self._order(start.worker, {"do": "start", "worker": start.worker})
+        if self._is_rest_due and 0 not in self.worker_channels:
+            self._is_rest_due = False
+            self.rests.add(0)
+            self._finished.add(0)
+            self.dismissed.discard(0)
+            self._order(0, {"do": "start", "worker": 0})
         return super().take_starts()
 
     def _carry_out(self, orders: list[Order], dead: WorkerExit | None = None) -> None:

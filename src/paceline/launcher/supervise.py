@@ -269,7 +269,7 @@ class Supervisor:
                 self.generations.give_up(worker_id, error.what)
                 return
             self.specs.append(spec)
-        self.starts.queue.append(spec)
+        self.starts.queue.append(spec.alone() if worker_id in self.generations.rests else spec)
 
     def _clear(self, before: WorkerProcess) -> None:
         """Forget a worker that has ended."""

@@ -89,6 +89,9 @@ class Workers:
     can_repeat: bool = False
     """Whether a new process would find the training complete: the last step is saved."""
     why_not_repeated: str = "no checkpoint has the last step"
+    rests: set[int] = field(default_factory=set)
+    """Workers that were gone before the training was over: another process does the rest of the
+    script of each, alone."""
     _waiting: dict[int, bool] = field(default_factory=dict)
     _told: dict[int, bool] = field(default_factory=dict)
     """Whether workers wait too long, as other machines have told, and were told."""
