@@ -76,10 +76,10 @@ def test_an_island_joins_when_all_of_its_workers_are_there(monkeypatch: pytest.M
     """Or the others would wait in a round for one that has yet to start."""
     there: set[tuple[int, int]] = set()
     seen: dict[int, set[tuple[int, int]]] = {}
-    attach = in_run.attach
+    attach = in_run.OuterUpdate.attach
 
-    def come(run: Any, plan: Any) -> None:
-        attach(run, plan)
+    def come(update: in_run.OuterUpdate, run: Any, plan: Any) -> None:
+        attach(update, run, plan)
         if run.place.world.rank:
             threading.Event().wait(0.3)  # long enough for the others to ask without it
         there.add((plan.island, run.place.world.rank))
@@ -89,7 +89,7 @@ def test_an_island_joins_when_all_of_its_workers_are_there(monkeypatch: pytest.M
             seen[place.number] = {each for each in there if each[0] == place.number}
         return Request(place, head, *bodies)
 
-    monkeypatch.setattr(in_run, "attach", come)
+    monkeypatch.setattr(in_run.OuterUpdate, "attach", come)
     monkeypatch.setattr(in_run, "Request", ask)
     run_islands(2, 2, lambda world, at: train(world, Islands(every=2, at=at), epochs=1))
     assert seen == {island: {(island, 0), (island, 1)} for island in range(2)}

@@ -98,7 +98,7 @@ def test_what_packing_leaves_out_is_sent_later(bits: int) -> None:
     for number in range(1, 2001):
         tensor += step
         payload = outer.begin(number, (0,))
-        outer.finish((0,), [[1.0]], payload, 0)
+        outer.finish((0,), [[1.0]], [payload], 0)
         assert outer.fragments[0].rest is not None
     torch.testing.assert_close(tensor, step * 2000, rtol=0.01, atol=0.02)
 
@@ -109,12 +109,39 @@ def test_the_average_is_weighted_by_samples() -> None:
     outers = [Outer([tensor], [], options) for tensor in tensors]
     for tensor, value in zip(tensors, (1.0, 4.0), strict=True):
         tensor += value
-    sent = torch.cat([outer.begin(1, (0,)) for outer in outers])
+    sent = [outer.begin(1, (0,)) for outer in outers]
     for own, outer in enumerate(outers):
         shift = outer.finish((0,), [[2.0], [1.0]], sent, own)
     assert [tensor.tolist() for tensor in tensors] == [[2.0] * 3] * 2
-    assert shift.length == pytest.approx(2.0 * 3**0.5)
-    assert shift.drift == pytest.approx(((3 * 1 + 3 * 4) / 2) ** 0.5)
+    assert float(shift.length) == pytest.approx(2.0 * 3**0.5)
+    assert float(shift.drift) == pytest.approx(((3 * 1 + 3 * 4) / 2) ** 0.5)
+
+
+@pytest.mark.parametrize("bits", [32, 16, 8])
+@pytest.mark.parametrize("has_moved", [False, True])
+def test_an_exchange_in_pieces_is_that_of_the_whole(
+    bits: Any, has_moved: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = []
+    for piece in (1024, 2**20):
+        monkeypatch.setattr("paceline.islands.outer.PIECE", piece)
+        draw = torch.Generator().manual_seed(0)
+        tensors = [torch.randn(size, generator=draw) for size in (1, 1500, 2001)]
+        outer = Outer(tensors, [], Islands(every=4, bits=bits))
+        for step in (4, 8):
+            sent = []
+            for _ in range(2):
+                for tensor in tensors:
+                    tensor += torch.randn(len(tensor), generator=draw)
+                sent.append(outer.begin(step, (0,)))
+            for tensor in tensors if has_moved else ():
+                tensor += 1.0
+            outer.finish((0,), [[2.0], [1.0]], sent, 1, has_moved=has_moved)
+        [fragment] = outer.fragments
+        rest = torch.zeros(()) if fragment.rest is None else fragment.rest
+        found.append([*tensors, fragment.anchor, fragment.momentum, rest])
+    # The bytes lie in another order, and the numbers are the same.
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("outer", ["nesterov", "sgd"])
@@ -140,7 +167,7 @@ def test_steps_done_while_an_exchange_is_on_its_way_are_kept() -> None:
     payload = outer.begin(4, (0,))
     tensor += 10.0
     other = pack(torch.full((2,), 3.0, dtype=torch.float64), 32)
-    outer.finish((0,), [[1.0], [1.0]], torch.cat([payload, other]), 0)
+    outer.finish((0,), [[1.0], [1.0]], [payload, other], 0, has_moved=True)
     assert tensor.tolist() == [12.0, 12.0]
     assert outer.fragments[0].anchor.tolist() == [2.0, 2.0]
 
@@ -224,7 +251,7 @@ class Island:
 
     def meet(self, step: int, text: bytes, timeout_s: float = 60, is_last: bool = False) -> Request:
         head = {"ask": "round", "step": step, "weights": [1.0], "timeout_s": timeout_s}
-        return Request(self.place, {**head, "is_last": is_last}, text)
+        return Request(self.place, {**head, "is_last": is_last}, lambda: text)
 
 
 def answer(request: Request) -> tuple[dict[str, Any], bytes]:
@@ -252,7 +279,7 @@ def test_an_island_that_is_behind_or_differs_gets_the_state_of_the_first_that_is
         islands = [Island(address, number, 3) for number in range(3)]
         asked = [islands[0].join(5, "a"), islands[1].join(4, "a"), islands[2].join(5, "b")]
         assert answer(asked[0])[0] == {"step": 5, "gives": True}
-        Request(islands[0].place, {"ask": "state", "step": 5}, b"all").wait(lambda: False)
+        Request(islands[0].place, {"ask": "state", "step": 5}, lambda: b"all").wait(lambda: False)
         for each in asked[1:]:
             head, body = answer(each)
             assert (head["step"], head["from"], body) == (5, 0, b"all")
@@ -275,7 +302,7 @@ def test_a_round_goes_on_without_an_island_that_is_gone_and_it_comes_back_at_the
         back = second.join(3)
         while not (told := answer(first.meet(10, b"b"))[0])["gives"]:
             assert told["islands"] == [0]
-        Request(first.place, {"ask": "state", "step": 10}, b"state").wait(lambda: False)
+        Request(first.place, {"ask": "state", "step": 10}, lambda: b"state").wait(lambda: False)
         assert answer(back)[1] == b"state"
         both = [first.meet(15, b"c"), second.meet(15, b"d")]
         assert [answer(each)[1] for each in both] == [b"d", b"c"]
@@ -293,7 +320,7 @@ def test_an_island_that_misses_a_deadline_is_late_and_has_to_join_again() -> Non
         back = second.join(5)
         while not answer(first.meet(10, b"c"))[0]["gives"]:
             pass
-        Request(first.place, {"ask": "state", "step": 10}, b"state").wait(lambda: False)
+        Request(first.place, {"ask": "state", "step": 10}, lambda: b"state").wait(lambda: False)
         assert answer(back)[0]["step"] == 10
         first.presence.close()
         second.presence.close()
@@ -329,7 +356,7 @@ def test_who_was_missing_in_the_last_round_gets_the_state_after_it_whenever_it_c
             answer(each)
         second.presence.close()
         assert answer(first.meet(9, b"a", is_last=True))[0]["gives"]
-        Request(first.place, {"ask": "state", "step": 9}, b"end").wait(lambda: False)
+        Request(first.place, {"ask": "state", "step": 9}, lambda: b"end").wait(lambda: False)
         for has_left in (False, True):
             if has_left:
                 first.presence.close()

@@ -55,6 +55,7 @@ from paceline.group.store import pack_number as pack_number
 from paceline.group.store import pack_text as pack_text
 from paceline.group.store import prove as prove
 from paceline.group.store import receive_all as receive_all
+from paceline.group.store import receive_into as receive_into
 from paceline.group.store import short_path as short_path
 from paceline.group.store import unpack_number as unpack_number
 from paceline.group.tree import children_of as children_of

@@ -129,12 +129,16 @@ def call(place: str, key: bytes, name: bytes = STORE_CALLER) -> tuple[socket.soc
 def receive_all(connection: socket.socket, count: int) -> bytearray:
     """Exactly so many bytes; a connection that ends before is a ConnectionError."""
     received = bytearray(count)
-    missing = memoryview(received)
+    receive_into(connection, memoryview(received))
+    return received
+
+
+def receive_into(connection: socket.socket, missing: memoryview) -> None:
+    """Fill this memory, in one system call if the socket has no timeout."""
     while missing:
-        if not (got := connection.recv_into(missing)):
+        if not (got := connection.recv_into(missing, 0, socket.MSG_WAITALL)):
             raise ConnectionError("the other end has closed the connection")
         missing = missing[got:]
-    return received
 
 
 @contextmanager

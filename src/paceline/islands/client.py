@@ -14,7 +14,7 @@ from typing import Any
 from paceline.errors import PacelineError, PeerError
 from paceline.group import Refused
 from paceline.islands.place import IslandPlace
-from paceline.islands.wire import connect, receive, send
+from paceline.islands.wire import connect, make_room, receive, send
 
 REACH_S = 600.0
 """How long an island tries to reach the meeting place; training waits meanwhile."""
@@ -36,10 +36,21 @@ class Request:
     It is sent again if the connection breaks, so the meeting place may receive it twice.
     """
 
-    def __init__(self, place: IslandPlace, head: dict[str, Any], *bodies: Any) -> None:
-        self._place, self._head, self._bodies = place, {**head, "island": place.number}, bodies
+    def __init__(
+        self,
+        place: IslandPlace,
+        head: dict[str, Any],
+        get_body: Callable[[], Any] = bytes,
+        room_for: Callable[[int], tuple[Any, memoryview]] = make_room,
+    ) -> None:
+        """`get_body` may wait for a device; `room_for` a number of bytes holds the answer's body.
+
+        Both are called in the background.
+        """
+        self._place, self._head = place, {**head, "island": place.number}
+        self._get_body, self._room_for = get_body, room_for
         self._connection: socket.socket | None = None
-        self._answer: tuple[dict[str, Any], bytearray] | None = None
+        self._answer: tuple[dict[str, Any], Any] | None = None
         self._problem: Exception | None = None
         self._is_dropped = False
         self._lock, self._done = threading.Lock(), threading.Event()
@@ -48,7 +59,7 @@ class Request:
         self._thread = threading.Thread(target=self._ask, name="paceline-islands", daemon=True)
         self._thread.start()
 
-    def wait(self, is_broken: Callable[[], bool]) -> tuple[dict[str, Any], bytearray]:
+    def wait(self, is_broken: Callable[[], bool]) -> tuple[dict[str, Any], Any]:
         """Wait for the answer; raises PeerError as soon as this worker's group is broken."""
         try:
             while not self._done.wait(_POLL_S):
@@ -93,14 +104,14 @@ class Request:
             self.ended_s = time.perf_counter()
             self._done.set()
 
-    def _try(self) -> tuple[dict[str, Any], bytearray]:
+    def _try(self) -> tuple[dict[str, Any], Any]:
         with connect(self._place.address) as connection:
             with self._lock:
                 self._connection = connection
                 if self._is_dropped:
                     raise ConnectionError("the request was cancelled")
-            send(connection, self._head, *self._bodies)
-            return receive(connection)
+            send(connection, self._head, self._get_body())
+            return receive(connection, self._room_for)
 
 
 class Presence:
@@ -121,7 +132,7 @@ class Presence:
             connection = connect(self._place.address)
             self._connection = connection
             send(connection, {"ask": "be", "island": self._place.number})
-            receive(connection)
+            receive(connection, make_room)
 
     def close(self) -> None:
         if self._connection is not None:

@@ -6,11 +6,14 @@
 
 The rounding error of packing is kept and added to the next difference (error feedback). A delayed
 exchange adds its change to the current parameters, so the steps in between are kept.
+
+All of it runs on the device of the parameters, and nothing waits for the device. Values are
+processed in pieces, so that temporary tensors are small and their memory is reused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,13 +22,16 @@ from torch import Tensor
 from paceline.islands.bits import pack, packed_bytes, unpack
 from paceline.islands.options import Islands
 
+PIECE = 2**20
+"""How many values are packed together. Equal on all islands: it decides the order of the bytes."""
+
 
 class Shift(NamedTuple):
-    """Statistics of one exchange."""
+    """Statistics of one exchange, on the device."""
 
-    drift: float
+    drift: Tensor
     """How far the islands are apart: root mean square distance from their average."""
-    length: float
+    length: Tensor
     """How far their average has moved."""
 
 
@@ -54,63 +60,87 @@ class Fragment:
         """The current parameters as one flat vector."""
         return torch.cat([t.detach().reshape(-1).to(self.dtype) for t in self.tensors])
 
-    def write(self, values: Tensor) -> None:
-        start = 0
-        for tensor in self.tensors:
-            stop = start + tensor.numel()
-            tensor.detach().copy_(values[start:stop].view_as(tensor))
-            start = stop
-
-    def begin(self) -> Tensor:
-        """Begin an exchange; returns the packed difference since the last one."""
+    def begin(self, out: Tensor) -> None:
+        """Begin an exchange; writes the packed difference since the last one to `out`."""
         self.local = self.read()
-        return pack(self._difference(self.local), self.bits)
+        for piece, place in self._pieces():
+            out[place].copy_(pack(self._difference(piece), self.bits))
 
-    def _difference(self, local: Tensor) -> Tensor:
-        difference = local - self.anchor
-        return difference if self.rest is None else difference.add_(self.rest)
+    def finish(
+        self, weights: Sequence[float], sent: Sequence[Tensor], own: int, *, has_moved: bool
+    ) -> Shift:
+        """Apply the differences of all islands, in the same order on every worker.
 
-    def finish(self, weights: Sequence[float], sent: Sequence[Tensor], own: int) -> Shift:
-        """Apply the differences of all islands, in the same order on every worker."""
+        `has_moved`: the parameters have changed since the exchange began.
+        """
         assert self.local is not None
-        moves = [unpack(each, self.anchor, self.bits) for each in sent]
-        total = sum(weights)
-        average = torch.zeros_like(self.anchor)
-        for weight, move in zip(weights, moves, strict=True):
-            average.add_(move, alpha=weight / total)
-        if self.rest is not None:
-            self.rest = self._difference(self.local).sub_(moves[own])
-        apart = torch.stack([(move - average).square().sum() for move in moves]).mean().sqrt()
-        shift = Shift(float(apart), float(average.norm()))
-        self._move(self.anchor + average if self._is_plain else self._step(average))
-        return shift
+        total, zero = sum(weights), self.anchor.new_zeros(())
+        apart, lengths = [zero], [zero]
+        for piece, place in self._pieces():
+            moves = [unpack(each[place], self.anchor[piece], self.bits) for each in sent]
+            average = torch.zeros_like(self.anchor[piece])
+            for weight, move in zip(weights, moves, strict=True):
+                average.add_(move, alpha=weight / total)
+            if self.rest is not None:
+                self.rest[piece] = self._difference(piece).sub_(moves[own])
+            distances = [(move - average).square_().sum() for move in moves]
+            apart.append(torch.stack(distances).mean())
+            lengths.append(average.square().sum())
+            self._step(piece, average)
+        self._write(has_moved=has_moved)
+        return _total(apart, lengths)
 
     def finish_alone(self) -> Shift:
         """`finish` for a single island, whose parameters are the average."""
         assert self.local is not None
-        average = self.local - self.anchor
-        self._move(self.local if self._is_plain else self._step(average))
-        return Shift(0.0, float(average.norm()))
+        zero = self.anchor.new_zeros(())
+        lengths = [zero]
+        for piece, _ in self._pieces():
+            average = self.local[piece] - self.anchor[piece]
+            lengths.append(average.square().sum())
+            if not self._is_plain:
+                self._step(piece, average)
+        if self._is_plain:
+            self.anchor, self.local = self.local, None
+        else:
+            self._write(has_moved=False)
+        return _total([zero], lengths)
 
-    def _step(self, average: Tensor) -> Tensor:
+    def _pieces(self) -> Iterator[tuple[slice, slice]]:
+        """For each piece, the range of its values and that of its packed bytes."""
+        count, at = self.anchor.numel(), 0
+        for start in range(0, count, PIECE):
+            stop = min(start + PIECE, count)
+            end = at + packed_bytes(stop - start, self.dtype, self.bits)
+            yield slice(start, stop), slice(at, end)
+            at = end
+
+    def _difference(self, piece: slice) -> Tensor:
+        assert self.local is not None
+        difference = self.local[piece] - self.anchor[piece]
+        return difference if self.rest is None else difference.add_(self.rest[piece])
+
+    def _step(self, piece: slice, step: Tensor) -> None:
+        """Step the outer optimizer for one piece, of which `step` is the average difference."""
         options = self._options
-        assert self.momentum is not None
-        self.momentum = self.momentum * options.inertia + average
-        step = self.momentum
-        if options.outer == "nesterov":
-            step = average + self.momentum * options.inertia
-        return self.anchor + step * options.lr
+        if self.momentum is not None:
+            momentum = self.momentum[piece].mul_(options.inertia).add_(step)
+            is_nesterov = options.outer == "nesterov"
+            step = (step + momentum * options.inertia if is_nesterov else momentum) * options.lr
+        self.anchor[piece] += step
 
-    def _move(self, new: Tensor) -> None:
+    def _write(self, *, has_moved: bool) -> None:
         """Move to the common parameters, keeping the steps since the exchange began."""
         assert self.local is not None
-        now = self.read()
-        if torch.equal(now, self.local):
-            if new is not self.local:
-                self.write(new)
-        else:
-            self.write(now + (new - self.local))
-        self.anchor, self.local = new, None
+        start = 0
+        for tensor in self.tensors:
+            part = slice(start, start + tensor.numel())
+            if has_moved:
+                tensor.detach().add_((self.anchor[part] - self.local[part]).view_as(tensor))
+            else:
+                tensor.detach().copy_(self.anchor[part].view_as(tensor))
+            start = part.stop
+        self.local = None
 
 
 class Outer:
@@ -130,7 +160,7 @@ class Outer:
         self.step = 0
         """The step after which the last exchange began."""
         self.payload: Tensor | None = None
-        """The bytes of the exchange in flight."""
+        """The bytes of the exchange in flight; never written to again."""
 
     def anchor_here(self) -> None:
         """Take the current parameters as the common ones, with which all islands begin."""
@@ -140,7 +170,12 @@ class Outer:
     def begin(self, step: int, numbers: Sequence[int]) -> Tensor:
         """Begin to exchange fragments; returns the bytes to send."""
         self.step = step
-        self.payload = torch.cat([each.begin() for each in self.select(numbers)])
+        found = self.select(numbers)
+        sizes = [each.packed_bytes for each in found]
+        device = found[0].anchor.device
+        self.payload = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        for fragment, out in zip(found, torch.split(self.payload, sizes), strict=True):
+            fragment.begin(out)
         return self.payload
 
     def select(self, numbers: Sequence[int]) -> list[Fragment]:
@@ -151,24 +186,32 @@ class Outer:
         return found
 
     def finish(
-        self, numbers: Sequence[int], weights: Sequence[Sequence[float]], sent: Tensor, own: int
+        self,
+        numbers: Sequence[int],
+        weights: Sequence[Sequence[float]],
+        sent: Sequence[Tensor],
+        own: int,
+        *,
+        has_moved: bool = False,
     ) -> Shift:
-        """Apply an exchange. `weights` by island and fragment; `sent` concatenates the islands."""
+        """Apply an exchange. `weights` by island and fragment; `sent` by island, on any device."""
         found, start, shifts = self.select(numbers), 0, []
-        of_islands = sent.view(len(weights), -1)
+        device = found[0].anchor.device
+        here = [each.to(device, non_blocking=True) for each in sent]
         for place, fragment in enumerate(found):
             stop = start + fragment.packed_bytes
             # Statistics have the weight of the fragment that they come with.
             own_weights = [each[min(place, len(each) - 1)] for each in weights]
-            shifts.append(fragment.finish(own_weights, list(of_islands[:, start:stop]), own))
+            parts = [each[start:stop] for each in here]
+            shifts.append(fragment.finish(own_weights, parts, own, has_moved=has_moved))
             start = stop
         self.payload = None
-        return _total(shifts)
+        return _join(shifts)
 
     def finish_alone(self, numbers: Sequence[int]) -> Shift:
         shifts = [fragment.finish_alone() for fragment in self.select(numbers)]
         self.payload = None
-        return _total(shifts)
+        return _join(shifts)
 
     def drop(self) -> None:
         """Abandon the exchange in flight: the others have continued without it."""
@@ -228,6 +271,10 @@ def cut(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
     return [*groups, group]
 
 
-def _total(shifts: Sequence[Shift]) -> Shift:
-    drift = sum(each.drift**2 for each in shifts) ** 0.5
-    return Shift(drift, sum(each.length**2 for each in shifts) ** 0.5)
+def _total(apart: Sequence[Tensor], lengths: Sequence[Tensor]) -> Shift:
+    drift, length = (torch.stack([each.float() for each in some]) for some in (apart, lengths))
+    return Shift(drift.sum().sqrt(), length.sum().sqrt())
+
+
+def _join(shifts: Sequence[Shift]) -> Shift:
+    return _total([each.drift.square() for each in shifts], [e.length.square() for e in shifts])

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from paceline.islands.wire import admit, keep_alive, receive, send
+from paceline.islands.wire import Room, admit, keep_alive, make_room, receive, send
 
 START_S = 600.0
 """How long the first island waits for the others to begin."""
@@ -48,7 +48,7 @@ class Round:
     """What the islands have sent after one step."""
 
     deadline_s: float
-    sent: dict[int, tuple[list[float], bytearray]] = field(default_factory=dict)
+    sent: dict[int, tuple[list[float], Room]] = field(default_factory=dict)
     is_over: bool = False
 
 
@@ -138,7 +138,7 @@ class RoundServer:
                 if not admit(connection, self._key):
                     return
                 connection.settimeout(None)
-            self._answer(connection, *receive(connection))
+            self._answer(connection, *receive(connection, make_room))
         except (OSError, ValueError, KeyError, TypeError):
             pass  # the caller has died, or does not speak this protocol
         finally:
@@ -146,7 +146,7 @@ class RoundServer:
                 self._connections.discard(connection)
             connection.close()
 
-    def _answer(self, connection: socket.socket, head: dict[str, Any], body: bytearray) -> None:
+    def _answer(self, connection: socket.socket, head: dict[str, Any], body: Room) -> None:
         island = int(head["island"])
         match head["ask"]:
             case "be":
@@ -244,7 +244,7 @@ class RoundServer:
         self._changed.notify_all()
         return None
 
-    def _exchange_round(self, island: int, head: dict[str, Any], body: bytearray) -> Answer:
+    def _exchange_round(self, island: int, head: dict[str, Any], body: Room) -> Answer:
         """Add what an island sends; returns what all have sent, once the round is over."""
         step, timeout_s = int(head["step"]), float(head["timeout_s"])
         with self._changed:
@@ -272,7 +272,7 @@ class RoundServer:
             gives = is_wanted and island == min(self._members & set(islands), default=-1)
             # The caller's own bytes are not sent back, unless an earlier request of its island sent
             # different ones, which are those that count.
-            has_own = found.sent[island][1] != body
+            has_own = found.sent[island][1] is not body
             answer = {
                 "islands": islands,
                 "weights": [found.sent[each][0] for each in islands],
@@ -295,7 +295,7 @@ class RoundServer:
             self._members.discard(island)
         self._end_if_complete(round_)
 
-    def _pass_state_on(self, island: int, head: dict[str, Any], body: bytearray) -> None:
+    def _pass_state_on(self, island: int, head: dict[str, Any], body: Room) -> None:
         """Give the state of an island to those that wait for one."""
         with self._changed:
             if self._is_over:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from paceline.data import Files, Plan, check_batch
 from paceline.errors import DesyncError, UsageError
 from paceline.files import as_plain, decode, encode, memory_of
-from paceline.group import Membership, waiting
+from paceline.group import HostCopy, Membership, runs_ahead, waiting
 from paceline.islands import IslandPlace, Islands, Outer, Presence, Request, Shift, find_place
 from paceline.run import stop
 from paceline.run.state import broadcast_state
@@ -206,7 +206,9 @@ class OuterUpdate(WholeUpdate):
         step, last = self._step, self._plan.steps
         if not self._options.is_busy(step, last):
             return super().commit(losses)
-        if self._run.recovery.is_on and self._members.size > 1:
+        lands = not self._options.delay or step == last
+        lands = lands or self._options.start_landing(step, last) is not None
+        if lands and self._run.recovery.is_on and self._members.size > 1:
             self._copy = self._copy_state()
         norm = super().commit(losses)
         self._exchange(step, last)
@@ -262,7 +264,18 @@ class OuterUpdate(WholeUpdate):
             "weights": [self._plan.count_samples(first + 1, step) for first in before],
             "timeout_s": self._options.timeout_s,
         }
-        return Request(self._place, head, bytes(memory_of(self.outer.payload)))
+        payload = self.outer.payload
+        copy = None if payload.device.type == "cpu" else HostCopy(payload)
+
+        def get_body() -> memoryview:
+            return memory_of(payload if copy is None else copy.read())
+
+        def room_for(count: int) -> tuple[Tensor, memoryview]:
+            pins = copy is not None and runs_ahead(payload.device)
+            room = torch.empty(count, dtype=torch.uint8, pin_memory=pins)
+            return room, memory_of(room)
+
+        return Request(self._place, head, get_body, room_for)
 
     def _land(self, step: int, last: int) -> None:
         """Take the step of all islands that began after `step`."""
@@ -271,10 +284,7 @@ class OuterUpdate(WholeUpdate):
         answer: Any = None
         if members.leads:
             request, self._request = self._request or self._send(step, last), None
-            head, body = self._wait(request)
-            seconds = request.ended_s - request.began_s
-            data = torch.frombuffer(body or bytearray(1), dtype=torch.uint8)[: len(body)]
-            answer = head, data, seconds
+            answer = *self._wait(request), request.ended_s - request.began_s
         answer = broadcast_state(members, answer, 0, "Exchanging with other islands")
         head, sent, seconds = answer
         if head.get("is_late"):
@@ -283,15 +293,16 @@ class OuterUpdate(WholeUpdate):
             return
         assert outer.payload is not None
         size, numbers = len(outer.payload), self._options.starts(step, last)
-        own = head["islands"].index(self._place.number)
+        own, has_moved = head["islands"].index(self._place.number), step != self._step
+        parts = [*sent.split(size)] if len(sent) else []
         if not head["has_own"]:
-            sent = torch.cat([sent[: own * size], outer.payload, sent[own * size :]])
-        shift = outer.finish(numbers, head["weights"], sent, own)
+            parts.insert(own, outer.payload)
+        shift = outer.finish(numbers, head["weights"], parts, own, has_moved=has_moved)
         self._gives = head["gives"]
         self._tell(shift, size, seconds)
         self._tell_who(set(range(self._place.count)) - set(head["islands"]), step)
 
-    def _wait(self, request: Request) -> tuple[dict[str, Any], bytearray]:
+    def _wait(self, request: Request) -> tuple[dict[str, Any], Any]:
         """The answer of the others; ends where the group of this worker is broken."""
         assert self._run is not None
         member = getattr(self._run.recovery, "member", None)
@@ -302,7 +313,8 @@ class OuterUpdate(WholeUpdate):
         """Log what a round was like; all workers of the island say the same, and count as one."""
         assert self._run is not None
         self._rounds, self._sent_bytes = self._rounds + 1, self._sent_bytes + size
-        values = {"island_drift": shift.drift, "island_bytes": size, "island_round_s": seconds}
+        values: dict[str, float | Tensor] = {"island_drift": shift.drift, "island_bytes": size}
+        values["island_round_s"] = seconds
         for name, value in values.items() if self._place.count > 1 else ():
             self._run.outlets.metrics.add(name, value, 1.0 / self._members.size)
 
@@ -326,7 +338,8 @@ class OuterUpdate(WholeUpdate):
             step = self._run.progress.position.step
             gathered = self._run.training.state.gather(self._run.progress.position, {})
             head = {"ask": "state", "step": step}
-            self._wait(Request(self._place, head, encode(gathered)))
+            state = encode(gathered)
+            self._wait(Request(self._place, head, lambda: state))
         self._gives = False
         self._sum_up(self._run)
 

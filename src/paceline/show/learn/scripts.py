@@ -176,7 +176,7 @@ def train_apart(
             optimizer.step()
         if numbers := options.starts(step, steps):
             local = local or [first_weight(task.model) for task in tasks]
-            sent = torch.cat([outer.begin(step, numbers) for outer in outers])
+            sent = [outer.begin(step, numbers) for outer in outers]
             weights = [[float(len(rows))] for rows in parts]
             for own, outer in enumerate(outers):
                 outer.finish(numbers, weights, sent, own)
