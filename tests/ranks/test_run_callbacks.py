@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import Rows, train
+import torch
+from runs import Rows, mlp, train
 from torch.nn import functional as F
 
 from paceline import Callback
 from paceline.checkpoint import Written
 from paceline.errors import UsageError
 from paceline.group.world import World
-from paceline.run import RunOptions, StepReport, Summary
+from paceline.run import Message, Run, RunOptions, StepReport, Summary
 from paceline.testing import run_ranks
 
 OPTIONS = RunOptions(progress="quiet", check_finite="all", keep=20)
@@ -86,3 +87,64 @@ def test_a_run_says_where_callbacks_go() -> None:
     with pytest.raises(UsageError, match="callbacks") as raised:
         train(callbacks=[Callback()])
     assert "sinks=" in raised.value.advice
+
+
+@pytest.mark.parametrize("what", ["save", "evaluate"])
+@pytest.mark.parametrize("when", ["on_step", "on_evaluate", "on_checkpoint", "on_end"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_what_all_workers_do_together_is_refused_to_a_callback_on_one(
+    size: int, when: str, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.run.stop.PERIOD_S", 0.0)
+
+    def body(world: World) -> tuple[list[str], list[int]]:
+        warned: list[str] = []
+
+        class Calling(Callback):
+            def message(self, message: Message) -> None:
+                warned.append(message.text)
+
+        def call(self: Any, *_: Any) -> None:
+            getattr(self.run, what)(*[lambda batch: {}] * (what == "evaluate"))
+
+        class Asks(Callback):
+            def on_step(self, report: StepReport) -> None:
+                self.ask_evaluation()
+
+            def evaluate(self) -> None:
+                self.run.evaluate(lambda batch: {}, Rows(9))
+
+        sinks = [Asks(), type("Wrong", (Callback,), {when: call})(), Calling()]
+        folder = tmp_path / "run"
+        trained = train(world, sinks=sinks, folder=folder, shards=2, epochs=2, options=OPTIONS)
+        return warned, sorted(trained.losses)
+
+    told = run_ranks(size, body)
+    assert {len(steps) for _, steps in told} == {14}
+    (text,) = [each for each in told[0][0] if "Wrong" in each]
+    assert f"run.{what}()" in text
+    assert f"ask_{'save' if what == 'save' else 'evaluation'}()" in text
+
+
+@pytest.mark.parametrize("inner", ["save", "evaluate"])
+@pytest.mark.parametrize("outer", ["score", "collect"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_nothing_that_all_do_together_begins_inside_an_evaluation(
+    size: int, outer: str, inner: str
+) -> None:
+    def body(world: World) -> None:
+        net = mlp()
+        sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+        run = Run(net, sgd, Rows(9), global_batch=4, epochs=1, world=world, options=OPTIONS)
+
+        def call(found: Any) -> dict[str, Any]:
+            getattr(run, inner)(*[lambda batch: {}] * (inner == "evaluate"))
+            return {}
+
+        if outer == "score":
+            run.evaluate(call)
+        else:
+            run.evaluate(lambda batch: batch[0], collect=call)
+
+    with pytest.raises(UsageError, match=inner):
+        run_ranks(size, body)

@@ -114,7 +114,7 @@ class Run:
         self._open: Step | None = None
         self._failure = stop.LEFT
         """How the last step that failed did."""
-        self._is_running = False
+        self._is_running = self._evaluates = False
         self._reports = Reports(parts)
         self._callbacks = take_callbacks(checked.sinks, self) if checked.sinks else []
 
@@ -174,9 +174,13 @@ class Run:
         `collect` the score function returns predictions, one item per sample, and `collect` is
         called once, on rank 0, with those of all samples in the order of the dataset.
         """
-        self._refuse_inside_step("evaluate")
+        self._refuse_inside("evaluate", "ask_evaluation")
         how = reduction, batch, collate_fn, loader_workers, ema, collect
-        return evaluate(self._parts, Evaluation(score, dataset, *how))
+        self._evaluates = True
+        try:
+            return evaluate(self._parts, Evaluation(score, dataset, *how))
+        finally:
+            self._evaluates = False
 
     def stop(self) -> None:
         """End the run after this step, with a checkpoint and without an error.
@@ -187,7 +191,7 @@ class Run:
 
     def save(self) -> None:
         """Save now, besides what the options say; every worker calls it, between two steps."""
-        self._refuse_inside_step("save")
+        self._refuse_inside("save", "ask_save")
         if self._open is not None and self._open.is_applied:
             self._reports.tell(self._open)
         self._save()
@@ -482,9 +486,14 @@ class Run:
             parts.stop.ignore()
             self._around.close()
 
-    def _refuse_inside_step(self, what: str) -> None:
+    def _refuse_inside(self, what: str, ask: str) -> None:
+        """Raise where not all workers come by, or not all equally often."""
+        advice = "Call it between two steps: after the `with` block, in the same loop."
+        where = "inside run.evaluate()" if self._evaluates else ""
         if self._open is not None and self._open.is_open:
-            raise UsageError(
-                f"run.{what}() was called inside step {self._open.number}.",
-                advice="Call it between two steps: after the `with` block, in the same loop.",
-            )
+            where = f"inside step {self._open.number}"
+        elif self._parts.outlets.sinks.is_telling:
+            where = "by a callback, which rank 0 alone runs"
+            advice = f"Call self.{ask}() there: all workers do it, after the same step."
+        if where:
+            raise UsageError(f"run.{what}() was called {where}.", advice=advice)

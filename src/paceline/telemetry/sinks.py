@@ -286,9 +286,12 @@ class Sinks:
     def __init__(self, sinks: Sequence[Sink], terminal: TerminalSink | None) -> None:
         self._sinks: list[Sink] = [*([] if terminal is None else [terminal]), *sinks]
         self._terminal = terminal
+        self.is_telling = False
+        """Whether a sink runs now, which only one of the workers has."""
 
     def tell(self, method: str, *args: Any, but: Sink | None = None) -> None:
         """Call one method of every sink; the terminal starts first and stops last."""
+        before, self.is_telling = self.is_telling, True
         for sink in reversed(self._sinks) if method == "stop" else self._sinks:
             if sink is but:
                 continue
@@ -296,6 +299,7 @@ class Sinks:
                 getattr(sink, method)(*args)
             except Exception as error:
                 self._switch_off(sink, method, error)
+        self.is_telling = before
 
     def take_over(self, sinks: Sequence[Sink], *start: Any) -> None:
         """Draw from now on, and add these sinks, whose `start` gets `start`."""
