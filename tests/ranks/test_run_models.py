@@ -42,13 +42,8 @@ def make(world: World | None = None, **arguments: Any) -> Run:
     }
     given = {"global_batch": 8, "epochs": 2, "shards": 3, "options": QUIET} | arguments
     scheduler = torch.optim.lr_scheduler.StepLR(g_optimizer, step_size=3, gamma=0.9)
-    return Run(
-        models,
-        TensorDataset(ROWS, torch.arange(50)),
-        world=world,
-        scheduler={"generator": scheduler},
-        **given,
-    )
+    given = {"scheduler": {"generator": scheduler}} | given
+    return Run(models, TensorDataset(ROWS, torch.arange(50)), world=world, **given)
 
 
 def losses(g: Any, d: Any, rows: Tensor) -> Iterator[Tensor]:
@@ -309,3 +304,22 @@ def test_turns_are_asked_for_where_they_are_missing_or_wrong() -> None:
     single = Run(net, pair(net)[1], TensorDataset(ROWS), global_batch=8, epochs=1, options=QUIET)
     with pytest.raises(UsageError, match="one model"):
         next(iter(single)).turn("critic")
+
+
+@pytest.mark.parametrize("name", ["generator", "critic"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_run_of_several_models_goes_on_with_its_schedulers_only(
+    size: int, name: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    run_ranks(size, lambda world: train(make(world, folder=folder), stop_after=5))
+
+    def body(world: World) -> None:
+        other = torch.optim.SGD(critic().parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(other, T_max=9)
+        make(world, folder=folder, scheduler={name: scheduler})
+
+    with pytest.raises(UsageError) as raised:
+        run_ranks(size, body)
+    assert "generator: StepLR" in str(raised.value)
+    assert f"{name}: CosineAnnealingLR" in str(raised.value)

@@ -34,7 +34,7 @@ from paceline.group import World, flatten
 from paceline.islands import Islands
 from paceline.run.cut import say_idle
 from paceline.run.fit import check_fit
-from paceline.run.models import Models, name_optimizer, take_models
+from paceline.run.models import ByName, Models, name_part, take_models
 from paceline.run.precision import DTYPE_BY_PRECISION
 from paceline.run.rating import Better, find_better
 from paceline.run.rows import check_dataset
@@ -332,8 +332,10 @@ class RunConfig:
             "same_bits": describe_arithmetic(device) if self.options.same_bits else None,
             "dataset_size": None if plan is None else plan.samples,
             "workers": workers,
-            "optimizer": name_optimizer(self.optimizer),
-            "scheduler": None if self.scheduler is None else type(self.scheduler).__name__,
+            "optimizer": name_part(self.optimizer),
+            "scheduler": name_part(
+                ByName(self.models.schedulers) if self.models else self.scheduler
+            ),
             "versions": {
                 "paceline": paceline.__version__,
                 "torch": str(torch.__version__),
@@ -396,7 +398,7 @@ class RunConfig:
     def _settings(self) -> dict[str, str]:
         """For readers, so only of the first groups and not at any length."""
         first, *others = self.optimizer.param_groups
-        found: dict[str, Any] = {"optimizer": name_optimizer(self.optimizer), **first}
+        found: dict[str, Any] = {"optimizer": name_part(self.optimizer), **first}
         for number, group in enumerate(others[:_GROUPS_SHOWN], start=1):
             names = (name for name in group if name != "params")
             differs = (name for name in names if repr(group[name]) != repr(first.get(name)))

@@ -80,11 +80,11 @@ class Optimizers(ByName):
     zero_grad = step
 
 
-def name_optimizer(optimizer: Any) -> str:
-    """Its class, or those of several by name."""
-    if isinstance(optimizer, Optimizers):
-        return ", ".join(f"{name}: {type(o).__name__}" for name, o in optimizer.parts.items())
-    return type(optimizer).__name__
+def name_part(part: Any) -> str | None:
+    """The class of an optimizer or a scheduler, or those of several by name; None without one."""
+    if isinstance(part, ByName):
+        return ", ".join(f"{name}: {type(p).__name__}" for name, p in part.parts.items()) or None
+    return None if part is None else type(part).__name__
 
 
 def take_models(config: RunConfig) -> None:
@@ -169,7 +169,7 @@ class Models:
                 raise UsageError(
                     f"{what} has {name!r}, which is not trained.{meant}", advice=_ADVICE
                 )
-        return dict(value or {})
+        return {name: value[name] for name in trained if name in (value or {})}
 
     def _refuse_shared(self) -> None:
         owner: dict[int, str] = {}
