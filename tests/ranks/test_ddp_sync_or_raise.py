@@ -10,6 +10,7 @@ import pytest
 import torch
 from sentences import says
 from torch import Tensor, nn
+from torch.func import functional_call
 from zoo import Breaks
 
 from paceline import DistributedDataParallel, World
@@ -381,6 +382,51 @@ def test_a_parameter_added_after_wrapping_is_refused() -> None:
     for error in run_ranks(2, body, return_exceptions=True):
         assert isinstance(error, DesyncError)
         assert "'2.weight' was added or replaced" in str(error)
+
+
+class Scaled(nn.Module):
+    """A parameter of its own, and a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.layer = nn.Parameter(torch.ones(6)), seeded(nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x * self.scale)
+
+
+def test_functional_calls_with_tensors_computed_from_parameters_are_averaged() -> None:
+    def train(model: nn.Module, prefix: str, x: Tensor) -> dict[str, Tensor | None]:
+        for _ in range(2):
+            model.zero_grad()
+            twice = {prefix + name: param * 2 for name, param in model.named_parameters()}
+            first = functional_call(model, twice, (x,)).square().mean()
+            (first + functional_call(model, twice, (x,)).mean()).backward()
+        return gradients(model)
+
+    def body(world: World) -> dict[str, Tensor | None]:
+        return train(wrap(Scaled(), world), "module.", mine(world))
+
+    expected = train(Scaled(), "", BATCH)
+    for got in run_ranks(2, body):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["by bare names", "copies"])
+def test_functional_calls_that_would_not_be_averaged_are_refused_by_name(leaves: bool) -> None:
+    def body(world: World) -> None:
+        model = wrap(Scaled(), world)
+        for _ in range(2):
+            copies = {"scale": model.module.scale * 2}
+            if leaves:
+                copies = {"scale": nn.Parameter(model.module.scale.detach().clone())}
+                copies["layer.weight"] = nn.Parameter(model.module.layer.weight.detach().clone())
+                copies["layer.bias"] = nn.Parameter(model.module.layer.bias.detach().clone())
+            functional_call(model, copies, (mine(world),)).square().mean().backward()
+
+    for error in run_ranks(2, body, return_exceptions=True):
+        assert isinstance(error, DesyncError if leaves else TypeError)
+        assert "'scale'" in str(error)
 
 
 def test_loading_with_assign_keeps_the_new_parameters_synchronised() -> None:

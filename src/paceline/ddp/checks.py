@@ -264,12 +264,15 @@ class ModelCheck:
 
 
 def check_parameters_are_known(module: nn.Module, known: Iterable[nn.Parameter]) -> None:
-    """Raise if the module has got parameters that nobody averages."""
+    """Raise if the module has got parameters that nobody averages.
+
+    A tensor computed from others, which `torch.func.functional_call` puts in their place, is none.
+    """
     ids = set(map(id, known))
     if ids.issuperset(id(p) for m in modules(module) for p in _own(m)):
         return  # the usual case, in a fraction of the time that names take
     for name, param in named_parameters(module):
-        if id(param) not in ids:
+        if id(param) not in ids and param.is_leaf:
             raise DesyncError(
                 f"Parameter {name!r} was added or replaced after the model was wrapped, "
                 "so nobody averages its gradient or keeps it equal.",
