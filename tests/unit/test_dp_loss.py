@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,6 +78,57 @@ def test_tokens_are_counted_where_padding_is_uneven(reduction: str) -> None:
     )
     torch.testing.assert_close(loss, expected.detach())
     torch.testing.assert_close(gradients(model), gradients(bare))
+
+
+WEIGHT = torch.tensor([1.0, 3.0, 0.5, 2.0, 10.0], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        F.cross_entropy,
+        partial(F.cross_entropy, weight=WEIGHT),
+        partial(F.cross_entropy, ignore_index=2, label_smoothing=0.1),
+        nn.CrossEntropyLoss(weight=WEIGHT, label_smoothing=0.1),
+        nn.CrossEntropyLoss(ignore_index=2),
+        partial(nn.NLLLoss(weight=WEIGHT, ignore_index=1)),
+    ],
+)
+def test_torchs_losses_are_means_over_the_targets_that_they_count(loss_fn: Any) -> None:
+    bare, model = classifier(), DataParallel(classifier(), device_ids=cpus(3))
+    x, y = batch(11)
+    if loss_fn is F.cross_entropy:
+        y[:3] = IGNORED
+    expected = loss_fn(bare(x), y)
+    expected.backward()
+    loss = model.backward(loss_fn, x, y)
+    torch.testing.assert_close(loss, expected.detach())
+    torch.testing.assert_close(gradients(model), gradients(bare))
+
+
+def test_probabilities_as_targets_are_a_mean_over_rows() -> None:
+    bare, model = classifier(), DataParallel(classifier(), device_ids=cpus(2))
+    x, y = batch(5)
+    likely = F.one_hot(y, 5).double() * 0.8 + 0.04
+    F.cross_entropy(bare(x), likely, weight=WEIGHT).backward()
+    model.backward(nn.CrossEntropyLoss(weight=WEIGHT), x, likely)
+    torch.testing.assert_close(gradients(model), gradients(bare))
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "reduction"),
+    [
+        (nn.MSELoss(reduction="sum"), "mean"),
+        (nn.CrossEntropyLoss(), "sum"),
+        (F.mse_loss, "sum"),
+        (partial(F.mse_loss, reduction="sum"), "mean"),
+    ],
+)
+def test_a_loss_that_reduces_otherwise_than_said_is_refused(loss_fn: Any, reduction: Any) -> None:
+    model = DataParallel(classifier(), device_ids=cpus(2))
+    x, y = batch(5)
+    with pytest.raises(UsageError, match=f"reduction='{reduction}'"):
+        model.backward(loss_fn, x, y, reduction=reduction)
 
 
 def test_sums_are_added_up() -> None:

@@ -28,6 +28,7 @@ from paceline.dp.devices import (
     group_by_thread,
     move,
 )
+from paceline.dp.loss_items import Count, find_count
 from paceline.dp.parallel_apply import ParallelApply, refuse_transforms
 from paceline.dp.parameters import Parameters, ParameterSource
 from paceline.dp.replicate import Replica
@@ -37,7 +38,6 @@ from paceline.group import map_tensors
 from paceline.torch_private import never_compiled
 
 LossReduction = Literal["mean", "sum"]
-Count = Callable[[Any], Tensor | float]
 
 
 def plan_factors(
@@ -47,7 +47,6 @@ def plan_factors(
     devices: Sequence[ReplicaDevice],
 ) -> list[Tensor]:
     """Each chunk's factor, a float64 on the chunk's device; the host waits for no device."""
-    check_choice("reduction", reduction, get_args(LossReduction))
     homes = [devices[chunk.replica].device for chunk in chunks]
     if count is None:
         total = sum(chunk.rows for chunk in chunks)
@@ -202,12 +201,17 @@ class DataParallel(Wrapper):
         Each replica computes `loss_fn(module(*inputs, **kwargs), targets)` for its chunk, without
         `targets` if there are none, and its gradients. A tuple of `inputs` is several arguments.
         With reduction "mean" the chunks' losses are weighted by their rows, or by `count(targets)`,
-        such as the number of tokens that are not padding. With "sum" they are added up, and
-        divided by the sum of `count(targets)` if that is given.
+        such as the number of tokens that are not padding, which is known of torch's
+        `cross_entropy` and `nll_loss`, also as modules and partials. With "sum" they are added up,
+        and divided by the sum of `count(targets)` if that is given.
         Gradients are added to those of the parameters once all replicas have succeeded.
         """
         args = inputs if isinstance(inputs, tuple) else (inputs,)
         chunks = scatter(args, kwargs or {}, self._devices, self.dim, self.split, targets)
+        check_choice("reduction", reduction, get_args(LossReduction))
+        known = find_count(loss_fn, reduction)
+        if count is None and any(chunk.rows for chunk in chunks):
+            count = known
         factors = plan_factors(chunks, reduction, count, self._devices)
         losses = self._ready_engine().backward(chunks, loss_fn, factors)
         return total_loss(losses, factors, self._output)
