@@ -2,8 +2,8 @@
 
     paceline run --workers 2 examples/accumulation.py
 
-The mean loss of a long micro-batch and that of a short one must not count alike. So losses are
-sums, every block says how many tokens its sum is over, and Paceline divides by the tokens
+The mean losses of a long and a short micro-batch must not have the same weight. So losses are
+sums, every block passes its number of tokens, and Paceline divides by the number of tokens
 of all micro-batches on all workers.
 """
 
@@ -21,7 +21,7 @@ SENTENCES, LONGEST, MICRO_BATCH = 24, 12, 4
 
 
 def sentences() -> tuple[Tensor, Tensor]:
-    """Tokens and the tokens that follow them, padded behind each sentence's own length."""
+    """Tokens and the tokens that follow them, padded after the end of each sentence."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (SENTENCES, LONGEST + 1), generator=generator)
     lengths = torch.randint(1, LONGEST + 1, (SENTENCES, 1), generator=generator)

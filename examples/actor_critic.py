@@ -1,11 +1,11 @@
-"""An actor and a critic, as in PPO: several turns of each over what was played in a step.
+"""An actor and a critic, as in PPO: several updates of each from the games of one step.
 
     paceline run --workers 3 examples/actor_critic.py
 
-A toy task: walk to the origin of a line. Every sample of the batch is the beginning of a game; a
+A toy task: walk to the origin of a line. Every sample of the batch is the start of a game; a
 worker plays those of its shards with the actor as it was before the step, then the actor and the
-critic learn from them, two turns each. Games are played anew in each turn from the same beginnings
-with the same random numbers, so there is nothing to keep or to send.
+critic learn from them, two turns each. In each turn the games are played again from the same
+starts with the same random numbers, so nothing has to be stored or sent.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOVES, DISCOUNT, CLIP = 8, 0.9, 0.2
 
 
 def play(policy: nn.Module, noise: Tensor, place: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Where every game was, what was done there, and the discounted rewards that came of it."""
+    """The states of every game, the actions taken, and the discounted rewards."""
     places, actions, rewards = [], [], []
     with torch.no_grad():
         for move in range(MOVES):

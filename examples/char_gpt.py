@@ -1,9 +1,9 @@
-"""A small GPT that learns five sonnets letter by letter, then writes a line itself.
+"""A small GPT that learns five sonnets character by character, then writes a line.
 
     paceline run --workers 2 examples/char_gpt.py
 
-The learning rate warms up and decays; what was decided about it is shown with the run. Started
-again, it continues in its folder, or has nothing left to do: `paceline report runs/char_gpt`.
+The learning rate warms up and decays; the run prints how it was chosen. Started again, the run
+resumes from its folder, unless it is complete: `paceline report runs/char_gpt`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GPT(nn.Module):
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=x.device)
         hidden = self.blocks(self.letters(x) + self.places[:length], mask, is_causal=True)
         hidden = F.layer_norm(hidden, (WIDTH,))
-        return F.linear(hidden, self.letters.weight)  # the same table on both ends
+        return F.linear(hidden, self.letters.weight)  # tied embeddings
 
 
 @torch.no_grad()

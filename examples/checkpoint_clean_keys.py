@@ -1,8 +1,8 @@
-"""A checkpoint saved under the wrapper loads into the bare model, and the other way round.
+"""A checkpoint saved from the wrapped model loads into the bare model, and vice versa.
 
     paceline run --workers 2 examples/checkpoint_clean_keys.py
 
-There is no `module.` in the names. Files that have it, from torch's wrappers, load as well.
+Names have no `module.` prefix. Files with the prefix, from torch's wrappers, load as well.
 """
 
 from __future__ import annotations

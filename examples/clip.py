@@ -2,8 +2,8 @@
 
     paceline run --workers 3 examples/clip.py
 
-Both towers are one model with one optimizer. The temperature is read by the loss itself, and gets
-its gradient once, at any number of workers.
+Both towers are one model with one optimizer. The loss reads the temperature, which gets its
+gradient once, at any number of workers.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     paceline run --workers 2 examples/comm_hook.py
 
-A hook gets this worker's gradients and returns a future of what they should become. `GradBucket`
+A hook gets this worker's gradients and returns a future with the averaged gradients. `GradBucket`
 has the methods of torch's class of that name, so hooks written for torch work here.
 """
 
@@ -19,14 +19,14 @@ from paceline.ddp.hooks import GradBucket, Hook
 
 
 class Traffic:
-    """What has been sent so far."""
+    """The number of bytes sent so far."""
 
     def __init__(self) -> None:
         self.bytes = 0
 
 
 def counting_hook(traffic: Traffic, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Reduce as usual, and count."""
+    """Average as usual, and count bytes."""
     traffic.bytes += bucket.buffer().nbytes
     averaged = bucket.buffer() / dist.get_world_size()
     work = dist.all_reduce(averaged, async_op=True)

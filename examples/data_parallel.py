@@ -2,8 +2,8 @@
 
     python examples/data_parallel.py
 
-The loop is plain torch. The last line of the second loop computes the loss on the replicas, so
-that outputs never come together on one device. Both train to the same weights.
+The loop is plain torch. The second loop computes the loss on the replicas, so that outputs are
+never gathered on one device. Both loops train to the same weights.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The plain loop: a torch script in which one import has changed.
+"""A plain torch training loop with Paceline's DistributedDataParallel.
 
 paceline run --workers 2 examples/ddp_plain.py
 python examples/ddp_plain.py                    the same script on one worker

@@ -2,7 +2,7 @@
 
     paceline run --workers 2 examples/digits.py
 
-The digits are drawn here, moved about and covered with noise, so nothing is downloaded.
+The digits are generated at random positions with noise, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FONT = """
 
 
 def glyphs() -> Tensor:
-    """Ten pictures of 7 by 5 points."""
+    """Ten pictures of 7 by 5 pixels."""
     rows = [line.ljust(60) for line in FONT.strip("\n").splitlines()]
     points = torch.tensor([[float(point == "#") for point in row] for row in rows])
     by_digit: Tensor = points.unflatten(1, (10, 6)).transpose(0, 1)
@@ -34,7 +34,7 @@ def glyphs() -> Tensor:
 
 
 def digits(count: int, seed: int) -> TensorDataset:
-    """Digits at random places of a 10 by 8 picture, under noise."""
+    """Digits at random positions of a 10 by 8 picture, with noise."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (count,), generator=generator)
     tops = torch.randint(4, (count,), generator=generator)

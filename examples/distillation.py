@@ -2,8 +2,8 @@
 
     paceline run --workers 3 examples/distillation.py
 
-The teacher has no optimizer: the run moves it towards the student in every commit, on all workers
-alike. A third model, frozen, makes the features that both see.
+The teacher has no optimizer: the run moves it towards the student in every commit, identically on
+all workers. A third, frozen model computes the features that both use.
 """
 
 from __future__ import annotations

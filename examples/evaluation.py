@@ -1,4 +1,4 @@
-"""Exact evaluation: every sample counts once, also when they do not divide evenly.
+"""Exact evaluation: every sample counts once, also if samples do not divide evenly.
 
     paceline run --workers 3 examples/evaluation.py
 
@@ -31,7 +31,7 @@ def main() -> None:
         with torch.no_grad():
             for x, y in DataLoader(dataset, batch_size=16, sampler=mine):
                 counts += torch.tensor([(net(x).argmax(dim=1) == y).sum(), len(y)])
-        # Workers may have different numbers of batches: add up after the loop, then divide once.
+        # Workers may have different numbers of batches: sum after the loop, then divide once.
         dist.all_reduce(counts)
         if world.is_main:
             hits, seen = counts.tolist()

@@ -1,9 +1,9 @@
-"""A GAN: two models that take turns, each with an optimizer of its own.
+"""A GAN: two models that are trained in turns, each with its own optimizer.
 
     paceline run --workers 3 examples/gan.py
 
-The generator learns to draw points on a circle. In every step the critic has two turns and the
-generator one, all on the same global batch; the result does not depend on the workers.
+The generator learns to generate points on a circle. In every step the critic has two turns and the
+generator one, all on the same global batch; the result does not depend on the number of workers.
 """
 
 from __future__ import annotations

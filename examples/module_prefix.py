@@ -1,9 +1,9 @@
-"""A file that torch refuses: saved under a wrapper, loaded without it.
+"""Loading a file that was saved from a wrapped model into the bare model.
 
     python examples/module_prefix.py
 
-Names in the file begin with `module.`, so none of them fits. `paceline.load_weights` compares names
-without wrappers' prefixes, and our own wrappers write none in the first place.
+Names in the file begin with `module.`, so torch finds no match. `paceline.load_weights` ignores the
+prefixes of wrappers, and Paceline's own wrappers write none.
 """
 
 from __future__ import annotations

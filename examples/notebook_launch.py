@@ -2,7 +2,7 @@
 
     python examples/notebook_launch.py
 
-Each worker calls the function; what they return comes back as a list, by rank.
+Each worker calls the function; the return values come back as a list, by rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline import DistributedDataParallel
 
 
 def train(steps: int) -> tuple[float, float]:
-    """Fit a line to this worker's points; the loss before and after."""
+    """Fit a line to this worker's points; return the loss before and after."""
     with paceline.init_process_group() as world:
         x = torch.linspace(world.rank, world.rank + 1, 20).unsqueeze(1)
         y = 3 * x - 1

@@ -1,4 +1,4 @@
-"""What comes back from two devices: `Linear(10, 5)` on (16, 10) gives (16, 5), in order.
+"""Output shapes with two devices: `Linear(10, 5)` on (16, 10) gives (16, 5), in order.
 
     python examples/output_shape.py
 

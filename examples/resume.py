@@ -2,8 +2,8 @@
 
     python examples/resume.py
 
-A run keeps its checkpoints in its folder, and `for step in run` begins after the newest good one.
-Dropout is in the model to show that random numbers belong to the step, not to the worker.
+A run keeps its checkpoints in its folder, and `for step in run` resumes from the newest good one.
+The model has dropout to show that random numbers depend on the step, not on the worker.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SAMPLES, SHARDS = 300, 4
 
 
 def train(folder: str | None, stop_after: int | None) -> tuple[list[int], dict[str, Tensor]]:
-    """Train until the end, or stop early; the steps taken and the parameters."""
+    """Train until the end, or stop early; return the steps taken and the parameters."""
     with paceline.init_process_group(device_id=torch.device("cpu")):
         torch.manual_seed(0)
         x = torch.randn(SAMPLES, 6)

@@ -1,9 +1,9 @@
-"""A loss over the whole batch: SimCLR's, which tells each sample's other view from all others.
+"""SimCLR: a contrastive loss over the whole batch.
 
     paceline run --workers 3 examples/simclr.py
 
-Every worker encodes its part of the batch, and the loss sees all of it: any number of workers
-trains the same model. Computed on each worker alone it would see a third of the negatives.
+Every worker encodes its part of the batch, and the loss uses all of it, so the result does not
+depend on the number of workers. A loss per worker would use a third of the negatives only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 import paceline
 
 
-def tell_apart(one: Tensor, other: Tensor) -> Tensor:
+def contrastive_loss(one: Tensor, other: Tensor) -> Tensor:
     """Each row of `one` has its pair in the same row of `other`, and no other row is its pair."""
     return cross_entropy(one @ other.T / 0.2, torch.arange(len(one)))
 
@@ -35,7 +35,7 @@ def main() -> None:
 
     for step in run:
         with step:
-            step.joint(encode, tell_apart)
+            step.joint(encode, contrastive_loss)
     if run.world.is_main:
         total = sum(param.detach().abs().sum().item() for param in net.parameters())
         print(f"sum of all |weights| {total:.9f}, world size {run.world.size}")

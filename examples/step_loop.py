@@ -1,11 +1,11 @@
-"""The step loop: a run that counts samples, saves itself and continues where it stopped.
+"""The training loop of a `Run`, which divides the batch, saves checkpoints and resumes.
 
     paceline run --workers 2 examples/step_loop.py
     python examples/step_loop.py                    the same training on one worker
 
-You keep the loop. `global_batch` is the one number that says how large a step is; how many workers
-share it changes the time and nothing else. With `folder="runs/plane"` the run would keep its
-events and checkpoints there, and continue from the newest one when started again.
+You keep the loop. `global_batch` alone sets the size of a step; the number of workers changes only
+the training time. With `folder="runs/plane"` the run would keep its events and checkpoints there,
+and resume from the newest checkpoint when started again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A script for Hugging Face Accelerate; the two lines about Paceline are all that was added.
+"""A script for Hugging Face Accelerate, with two lines added for Paceline.
 
 paceline run --workers 2 examples/frameworks/accelerate_loop.py
 """
@@ -16,9 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def main() -> None:
-    on_cpu = (
-        not torch.cuda.is_available()
-    )  # left out, Accelerate would have each worker train alone
+    on_cpu = not torch.cuda.is_available()  # without it, every worker would train alone
     accelerator = Accelerator(cpu=on_cpu, gradient_accumulation_steps=2)
     set_seed(0)
     x = torch.randn(256, 8)

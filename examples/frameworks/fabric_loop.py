@@ -1,4 +1,4 @@
-"""A script for Lightning Fabric, which starts its own workers, with two lines about Paceline.
+"""A script for Lightning Fabric, which starts its own workers, with two lines for Paceline.
 
 python examples/frameworks/fabric_loop.py
 """

@@ -1,4 +1,4 @@
-"""A script for the Trainer of Hugging Face transformers, with two lines about Paceline.
+"""A script for the Trainer of Hugging Face transformers, with two lines for Paceline.
 
 paceline run --workers 2 examples/frameworks/hf_trainer.py
 """
@@ -21,7 +21,7 @@ from transformers import (
 
 
 class Sentences(Dataset):
-    """Made-up sentences, which are right if their first word comes before their second."""
+    """Random sentences, labelled 1 if their first word comes before their second."""
 
     def __init__(self, size: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -47,7 +47,7 @@ def main() -> None:
         BertForSequenceClassification(config),
         TrainingArguments(
             output_dir=sys.argv[1] if len(sys.argv) > 1 else "runs/hf_trainer",
-            use_cpu=not torch.cuda.is_available(),  # left out, each worker would train alone
+            use_cpu=not torch.cuda.is_available(),  # without it, every worker would train alone
             num_train_epochs=3,
             per_device_train_batch_size=16,
             learning_rate=5e-3,

@@ -1,4 +1,4 @@
-"""A script for Lightning's Trainer, which starts its own workers, with two lines about Paceline.
+"""A script for Lightning's Trainer, which starts its own workers, with two lines for Paceline.
 
 python examples/frameworks/lightning_trainer.py
 """

@@ -33,7 +33,7 @@ def train(config: dict) -> None:
 
 def main() -> None:
     storage = sys.argv[1] if len(sys.argv) > 1 else os.path.abspath("runs")
-    # A cluster of this machine alone; ray.init() without arguments joins the one there is.
+    # A cluster on this machine only; ray.init() without arguments joins an existing one.
     ray.init(num_cpus=2, include_dashboard=False)
     trainer = TorchTrainer(
         train,
