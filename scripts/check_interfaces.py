@@ -1,10 +1,10 @@
-"""Every package has one interface, the stub of its `__init__`: an import past it is an error.
+"""Check that packages import only names from each other's interface, the stub of `__init__`.
 
-    python scripts/check_interfaces.py        prints each offence, and exits with 1 if there is one
+    python scripts/check_interfaces.py    prints each violation, and exits with 1 if there is one
 
-`lint-imports` checks the order of the packages; this checks that what one package uses of another
-is listed in the other's `__init__.pyi`, that no listed name is also the name of a module, and that
-there are no relative imports.
+`lint-imports` checks the order of the packages; this script checks that every name a package
+imports from another is listed in the other's `__init__.pyi`, that no listed name is also the name
+of a module, and that there are no relative imports.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HOME = Path(__file__).parents[1] / "src" / "paceline"
 
 
 def find_offences(home: Path = HOME) -> Iterator[str]:
-    """One line for each import that goes past an interface, and each name that hides a module."""
+    """One line for each import that bypasses an interface, and each name that hides a module."""
     packages = {stub.parent.name: read_names(stub) for stub in home.glob("*/__init__.pyi")}
     for package, names in packages.items():
         for name in sorted(names):

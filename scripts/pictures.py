@@ -1,9 +1,9 @@
-"""Draws the pictures of the README and of docs/, light and dark, from what was recorded.
+"""Draw the pictures of the README and of docs/, light and dark, from recordings and results.
 
     python scripts/pictures.py            from docs/pictures/kill.json and benchmarks/results
     python scripts/pictures.py --record   after a new `paceline demo --kill`
 
-A test draws them again and compares, so that no picture shows what was not measured.
+A test draws them again and compares, so that every picture shows measured values.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RECORD = PICTURES / "kill.json"
 STEPS = ROOT / "benchmarks" / "results" / "step-2-ranks.json"
 WIDTH, LEFT, RIGHT = 860, 108, 836
 PLAYED_S, SHOWN_S = 9.0, 12.0
-"""The recorded seconds are stretched to the first; then the end stands still."""
+"""The recorded seconds are stretched to the first number; then the last image stays."""
 MODELS = {
     "mlp-8.4M": "MLP, 8.4M weights",
     "gpt-17M": "GPT, 17M",
@@ -41,7 +41,7 @@ MODELS = {
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """The colours of the report's page, in one of its two lights."""
+    """The colours of the report's page, light or dark."""
 
     page: str
     ink: str
@@ -65,7 +65,7 @@ LOOKS = {
 
 
 def drawn() -> dict[str, str]:
-    """Every picture by the name of its file."""
+    """Every picture, by file name."""
     record, results = json.loads(RECORD.read_text()), json.loads(STEPS.read_text())["results"]
     pictures = {}
     for light, look in LOOKS.items():
@@ -75,7 +75,7 @@ def drawn() -> dict[str, str]:
 
 
 def record_kill() -> dict[str, Any]:
-    """Run `paceline demo --kill`: what each worker did when, what was said, and how it ended."""
+    """Run `paceline demo --kill`: what each worker did when, the output, and the result."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "paceline", "demo", "--kill", "--json", "--folder", folder]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
@@ -111,7 +111,7 @@ def record_kill() -> dict[str, Any]:
 
 
 def draw_kill(record: dict[str, Any], look: Look) -> str:
-    """The recorded training as a film: time runs to the right, a block is a worker's step."""
+    """The recorded training as an animation: time runs to the right, a block is a worker's step."""
     end: float = max(stop for _, _, stop, _ in record["blocks"])
 
     def x(seconds: float) -> float:
@@ -179,7 +179,7 @@ def draw_kill(record: dict[str, Any], look: Look) -> str:
 
 
 def draw_speed(results: dict[str, Any], look: Look) -> str:
-    """How long a step takes beside torch's DDP at its best: two bars for each model."""
+    """The time of a step relative to torch's DDP at its best: two bars for each model."""
     scale = (RIGHT - 60 - 190) / 1.5
     title = "Time of a training step, 2 processes on 2 CPU cores: shorter is better"
     parts = [_text(24, 34, title, look.ink, 16)]
@@ -207,7 +207,7 @@ def draw_speed(results: dict[str, Any], look: Look) -> str:
             )
     legend = (
         (24, look.workers[0], "Paceline"),
-        (130, look.muted, "torch's DDP as it comes"),
+        (130, look.muted, "torch's DDP, default settings"),
         (330, look.bad, "1 = torch's DDP at its best, of twelve settings tried in the same run"),
     )
     for at, colour, words in legend:

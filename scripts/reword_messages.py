@@ -1,12 +1,12 @@
-"""Which tests depend on the wording of messages: run them against a copy that says it otherwise.
+"""Find tests that depend on the wording of messages, with a copy that has other words.
 
     python scripts/reword_messages.py FOLDER [--everything]
     cd FOLDER && PYTHONPATH=src pytest tests/unit
 
 copies the working tree to FOLDER and replaces three common words in every literal of an error, a
 warning or a `print` there; with `--everything` in every literal of several words that is not a
-docstring. A test that fails there asserts words, where it should assert class and values. Those
-that compare golden files under tests/data and quotations in docs/ are meant to fail.
+docstring. A test that fails there asserts words, where it should assert class and values. Tests
+that compare golden files under tests/data and quotations in docs/ are expected to fail.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> None:
 
 
 def reword(source: str, *, everything: bool = False) -> str:
-    """The source with other words in its messages."""
+    """The source text with other words in its messages."""
     tree = ast.parse(source)
     ranges = [*_messages(tree), *(_sentences(tree) if everything else ())]
     lines = source.splitlines(keepends=True)

@@ -1,11 +1,11 @@
-"""Pictures of the live page, the report and the lessons, of real runs, at every width and colour.
+"""Take screenshots of the live page, the report and the lessons, from real runs.
 
     python scripts/screenshots.py --out build/screenshots [--axe axe.min.js] [--site build/site]
-    python scripts/screenshots.py --docs          also those in docs/pictures, which takes a minute
+    python scripts/screenshots.py --docs          also update docs/pictures, which takes a minute
 
-Three workers train with averaged weights; in the middle the page is taken live, one worker is slow
-for a while and one is killed. A second run ends with an error, a third stands still. Each page is
-taken at 1440, 1100 and 390 pixels, light and dark. With axe-core, whatever it finds is an error.
+Three workers train with averaged weights; one worker is slow for a while and one is killed, and the
+live page is captured in the middle. A second run ends with an error, a third hangs. Each page is
+captured at 1440, 1100 and 390 pixels, light and dark. With axe-core, every finding is an error.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def score(batch):
 for step in run:
     with step:
         for x, y in step.batches():
-            if fault == "error" and step.number == 70:  # on whichever worker
+            if fault == "error" and step.number == 70:  # on any worker
                 raise ValueError(f"sample 417 has a label that no class has: {int(y[0]) + 9}")
             if fault == "hang" and step.number == 60 and is_slow_one:
                 time.sleep(600)
@@ -79,7 +79,7 @@ for step in run:
 
 @contextmanager
 def started(folder: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """A command of paceline's, ended in the end if it is still there."""
+    """A paceline command, which is ended at exit if it still runs."""
     command = [sys.executable, "-m", "paceline", *map(str, arguments)]
     with open(folder / "output.txt", "a") as output:
         process = subprocess.Popen(
@@ -88,8 +88,8 @@ def started(folder: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]
     try:
         yield process
     finally:
-        # Not by SIGINT, which is ignored in what a shell has started in the background. The first
-        # one asks, and a worker that hangs does not answer; the second one ends it.
+        # Not SIGINT, which background processes of a shell ignore. The first signal asks for an
+        # orderly end, to which a hanging worker does not react; the second one ends it.
         for patience_s in (5, 60):
             if process.poll() is None:
                 process.terminate()
@@ -99,7 +99,7 @@ def started(folder: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]
 
 
 class Camera:
-    """Takes pages, and keeps what is wrong with them."""
+    """Takes screenshots of pages, and collects their accessibility violations."""
 
     def __init__(self, browser: Any, out: Path, axe: str, docs: Path | None) -> None:
         self._browser, self._out, self._axe = browser, out, axe
@@ -107,7 +107,7 @@ class Camera:
         self.findings: list[str] = []
 
     def open(self, address: str, sign: str = "html[data-ready]") -> Any:
-        # axe-core is put in as a script, which the page's own policy rightly refuses.
+        # axe-core is added as a script, which the page's own policy rightly refuses.
         context = self._browser.new_context(bypass_csp=True)
         page = context.new_page()
         page.set_default_timeout(60_000)
@@ -117,7 +117,7 @@ class Camera:
         return page
 
     def keep(self, page: Any, name: str, part: str = "", height: int = 820) -> None:
-        """A picture for a page of docs/: a section, or the top of a page."""
+        """A screenshot for a page of docs/: a section, or the top of a page."""
         if not self.docs:
             return
         page.set_viewport_size({"width": 1100, "height": height})
@@ -131,7 +131,7 @@ class Camera:
             for scheme in SCHEMES:
                 page.set_viewport_size({"width": width, "height": 900})
                 page.emulate_media(color_scheme=scheme)
-                page.wait_for_timeout(300)  # until curves have their new width
+                page.wait_for_timeout(300)  # until the curves have their new width
                 page.screenshot(path=self._out / f"{name}-{width}-{scheme}.png", full_page=True)
                 if page.evaluate("document.documentElement.scrollWidth") > width:
                     self.findings.append(f"{name}: wider than {width} pixels")
@@ -176,7 +176,7 @@ def take_all(folder: Path, camera: Camera) -> None:
         page.locator("#now .now-rows li").nth(2).wait_for()
         process = page.locator("#now .now-rows li").nth(2).get_attribute("title") or ""
         os.kill(int(process.removeprefix("process ")), signal.SIGKILL)
-        wait_until(lambda: step_of(page) >= 249)  # 250 is told when the next one begins
+        wait_until(lambda: step_of(page) >= 249)  # step 250 is reported when the next one begins
         camera.keep(page, "watch", height=980)
         camera.take(page, "live")
         (folder / "continue").touch()
@@ -212,7 +212,7 @@ def take_all(folder: Path, camera: Camera) -> None:
 
 
 def take_islands(folder: Path, camera: Camera, page: Any) -> None:
-    """Two islands, of which one is killed as a whole and comes back."""
+    """Two islands, of which one is killed completely and comes back."""
     (folder / "continue").unlink()
     command = ("run", "--workers", 4, "--island", 2, "train.py", "islands", "none")
     events = folder / "runs" / "islands" / "island-1" / "events"
@@ -229,7 +229,7 @@ def take_islands(folder: Path, camera: Camera, page: Any) -> None:
 
 
 def call(folder: Path, *arguments: object) -> None:
-    """A command of paceline's, to its end, which must be a good one."""
+    """Run a paceline command to its end, which must be a success."""
     with started(folder, *arguments) as command:
         command.communicate(timeout=300)
         if command.returncode:
@@ -242,7 +242,7 @@ def draw_terminal(folder: Path) -> str:
     from rich.text import Text
 
     tmux = ("tmux", "-L", f"paceline-{os.getpid()}")
-    (folder / "continue").unlink(missing_ok=True)  # it waits in the middle
+    (folder / "continue").unlink(missing_ok=True)  # the script waits in the middle for this file
     command = f"{sys.executable} -m paceline run --workers 3 train.py terminal none"
     size = ("-x", "100", "-y", "16")
     subprocess.run([*tmux, "new-session", "-d", *size, command], cwd=folder, check=True)
@@ -262,13 +262,13 @@ def draw_terminal(folder: Path) -> str:
     console = Console(record=True, width=100, file=io.StringIO())
     console.print(Text.from_ansi(text.rstrip("\n")))
     svg = console.export_svg(title="paceline run --workers 3 train.py")
-    return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # nothing is fetched
+    return re.sub(r"@font-face \{.*?\}", "", svg, flags=re.DOTALL)  # no web fonts
 
 
 def take_site(site: Path, camera: Camera) -> None:
-    """The documentation, from a folder as a reader may have it: some pages taken, all checked."""
+    """The documentation, opened from a folder: screenshots of some pages, checks of all."""
     for path in sorted(site.glob("*.html")):
-        if path.stem == "404":  # only a server shows it, and its addresses are those of one
+        if path.stem == "404":  # only a server shows it, and its links need one
             continue
         page = camera.open(path.resolve().as_uri(), "article")
         if path.stem in ("index", "watch", "first_workers"):
@@ -284,8 +284,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("build/screenshots"))
     parser.add_argument("--axe", type=Path, help="axe.min.js of axe-core; without it, no check")
-    parser.add_argument("--site", type=Path, help="the built documentation, if it is to be taken")
-    parser.add_argument("--docs", action="store_true", help="write docs/pictures anew as well")
+    parser.add_argument("--site", type=Path, help="folder of the built site, to be captured too")
+    parser.add_argument("--docs", action="store_true", help="update docs/pictures as well")
     args = parser.parse_args()
     try:
         from playwright.sync_api import sync_playwright

@@ -1,7 +1,7 @@
-"""Puts files that lie beside docs/ into the site, and points links at where they are there.
+"""Add files outside docs/ to the site, and adjust the links to them.
 
-The README is the first page. In the repository every link leads to a file; in the site the same
-file has another place, or, if it is a folder, none, and then its name stays as text.
+The README is the first page. In the repository every link leads to a file; in the site that file
+has another path. A folder has none there, so its name stays as plain text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Make a link that is right in the repository right in the site."""
+    """Convert links of the repository to links of the site."""
     name = page.file.src_uri
     home = ROOT / ("." if name == "index.md" or name in PAGES else "docs")
 
@@ -49,18 +49,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Mend what the theme writes."""
+    """Correct the theme's HTML."""
     return _mended(output, "../" * (len(Path(page.file.src_uri).parts) - 1))
 
 
 def on_post_template(output_content: str, **_: Any) -> str:
-    """The same for what is no page, such as the one of a wrong address."""
+    """The same for templates that are not pages, such as 404."""
     return _mended(output_content, "")
 
 
 def _mended(html: str, up: str) -> str:
-    """Nothing is fetched from elsewhere, and who listens to a page is told what its parts are."""
+    """Load no script from other hosts, and label parts of the page for screen readers."""
     html = html.replace("https://unpkg.com/iframe-worker/shim", f"{up}vendor/iframe-worker.js")
     html = html.replace('role="dialog"', 'role="dialog" aria-label="Search"')
     html = re.sub(r"<thead>\s*<tr>(\s*<th[^>]*></th>)*\s*</tr>\s*</thead>", "", html)
-    return re.sub(r"<th( [^>]*)?></th>", "<td></td>", html)  # a corner that is empty heads nothing
+    return re.sub(r"<th( [^>]*)?></th>", "<td></td>", html)  # an empty corner cell is not a header

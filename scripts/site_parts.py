@@ -1,9 +1,9 @@
-"""Parts of pages that are made from the source: every message it raises, every public name.
+"""Generate parts of pages from the source: every message it raises, every public name.
 
-A value in a message is written `…`. The page of errors quotes messages by hand and explains them; a
+A value in a message is written `…`. docs/troubleshooting.md quotes and explains some messages; a
 test compares the quotes with this list, and the site shows the whole list below them. Another test
-compares the list with tests/data/messages.txt, which `make messages` writes. The reference
-groups names by hand, and has those that nobody has grouped yet at its end.
+compares the list with tests/data/messages.txt, which `make messages` writes. The reference groups
+names by hand, and lists names without a group at its end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MESSAGES, NAMES = "<!-- every message -->", "<!-- every other public name -->"
 
 @dataclass(frozen=True, slots=True, order=True)
 class Message:
-    """What one `raise` says: the class, what happened, and what to do."""
+    """The message of one `raise`: the class, what happened, and what to do."""
 
     error: str
     what: str
@@ -43,13 +43,13 @@ def messages(source: Path = ROOT / "src" / "paceline") -> list[Message]:
 
 
 def as_lines(found: list[Message]) -> str:
-    """One message on each line, as tests/data/messages.txt has them."""
+    """One message per line, the format of tests/data/messages.txt."""
     lines = [f"{each.error}: {each.what} | {each.advice}".rstrip(" |") for each in found]
     return "".join(line.replace("\n", " / ") + "\n" for line in lines)
 
 
 def _text(node: ast.expr | None) -> str:
-    """A string as it will be read, with `…` for what is only known then."""
+    """A string as a user reads it, with `…` for values known only at run time."""
     match node:
         case ast.Constant(str(value)):
             return value
@@ -64,7 +64,7 @@ def _text(node: ast.expr | None) -> str:
 
 def modules(source: Path = ROOT / "src" / "paceline") -> str:
     """docs/modules.md: every module with the first sentence of its docstring, by package."""
-    lines = ["# Modules", "", "Made from the docstrings by `make modules`; a test compares.", ""]
+    lines = ["# Modules", "", "Generated from the docstrings by `make modules`.", ""]
     for package in sorted({path.parent for path in source.rglob("*.py")}):
         name = str(package.relative_to(source.parent)).replace("/", ".")
         lines += [f"## {name}", "", "| module | is about |", "|---|---|"]
@@ -77,14 +77,14 @@ def modules(source: Path = ROOT / "src" / "paceline") -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Put the lists where a page wants them."""
+    """Insert the lists at the markers in a page."""
     if NAMES in markdown:
         markdown = markdown.replace(NAMES, other_names(reference()))
     return markdown.replace(MESSAGES, _table()) if MESSAGES in markdown else markdown
 
 
 def interface_of(name: str) -> str:
-    """The package that a name of `paceline` comes from."""
+    """The package that defines a name of `paceline`."""
     stub = (ROOT / "src" / "paceline" / "__init__.pyi").read_text()
     return str(re.search(rf"^from (\S+) import {name} as", stub, re.M)[1])  # type: ignore[index]
 
@@ -96,7 +96,7 @@ def reference() -> str:
 
 
 def other_names(reference: str) -> str:
-    """What `paceline` offers and the reference has not named, as it would name it."""
+    """Public names that the reference does not list yet, in its format."""
     import paceline
 
     homes = {name: f"{interface_of(name)}.{name}" for name in paceline.__all__ if name[0] != "_"}

@@ -1,11 +1,11 @@
-"""Torch's own tests of `DistributedDataParallel` on Paceline's class: which fail, and why.
+"""Run torch's own tests of `DistributedDataParallel` on Paceline's class.
 
     pip install expecttest
     python scripts/torch_ddp_tests.py [--torch] [PART_OF_A_NAME ...]
 
-They come with torch's wheel, and most are written for two GPUs. Here two ranks run them over Gloo,
-and what would go to a GPU stays on the CPU. `--torch` takes torch's class, to see what fails here
-by itself. Ends with 1 if a test fails that is not expected to, or passes that is.
+The tests are part of torch's wheel, and most are written for two GPUs. Here two ranks run them over
+Gloo, and tensors meant for a GPU stay on the CPU. `--torch` tests torch's class, to see which tests
+fail here in any case. Exits with 1 if a test fails unexpectedly, or passes unexpectedly.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import Any
 FAILS_WITHOUT_A_GPU = (
     "apply_optim_in_backward", "native_mixed_precision_grad", "native_mixed_precision_no_grad",
     "SyncBatchNorm", "sync_bn", "test_ddp_inference", "logging_data_gpu",
-    "test_ddp_uneven_inputs",  # minutes
+    "test_ddp_uneven_inputs",  # takes minutes
 )  # fmt: skip
 NO_ERROR = "unused parameters and graphs that change are synchronised: docs/ddp.md, static_graph"
 LOGGING = "reads what torch's C++ reducer logs"
 PRIVATE = "uses a private name of torch's class"
 REFUSED = "contexts of torch.distributed.autograd are refused: docs/ddp.md"
 DIFFERENCES = {
-    "test_ddp_device": "its inputs stay where they are here, with torch's class too",
+    "test_ddp_device": "inputs are not moved on CPUs, by torch's class neither",
     "test_ddp_broadcast_buffer_via_hook": PRIVATE,
     "test_ddp_broadcast_buffers_deprecation_warning": "no warning: docs/ddp.md, broadcast_buffers",
     "test_ddp_bucket_cap_mb_list": PRIVATE,
@@ -70,7 +70,7 @@ DIFFERENCES = {
 
 
 def stay_on_the_cpu() -> None:
-    """In a rank's process: what would go to a GPU stays where it is."""
+    """In a rank's process: keep on the CPU what would go to a GPU."""
     import torch
 
     def on_cpu(device: Any) -> Any:
@@ -98,7 +98,7 @@ def stay_on_the_cpu() -> None:
 
 
 def suite(wrapper: type[Any]) -> type[unittest.TestCase]:
-    """Torch's class of tests, with another wrapper in place of torch's."""
+    """Torch's test class, with another wrapper in place of torch's."""
     import torch
     from torch.testing._internal import common_distributed
 
@@ -125,7 +125,7 @@ def suite(wrapper: type[Any]) -> type[unittest.TestCase]:
 
         @classmethod
         def _run(cls, *args: Any, **kwargs: Any) -> None:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the parent shows what failed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the parent prints the failures
             stay_on_the_cpu()
             super()._run(*args, **kwargs)
 
