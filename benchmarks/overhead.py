@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks.tables import print_table
 from paceline import DDPOptions, DistributedDataParallel, init_process_group
-from paceline.ddp.plan import CONTROL_WORDS
+from paceline.ddp.trailer import CONTROL_WORDS
 
 
 class Given(torch.autograd.Function):

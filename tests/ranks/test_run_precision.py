@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from paceline.data.plan import Plan
 from paceline.errors import UsageError
 from paceline.run import Run, RunOptions
-from paceline.run.precision import Precision
+from paceline.run.updates import Precision
 from paceline.testing import run_ranks, seeded
 
 SHARDS = 4

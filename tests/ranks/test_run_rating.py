@@ -15,7 +15,7 @@ from paceline.errors import UsageError
 from paceline.files.run_folder import RunFolder, read_info
 from paceline.group.world import World
 from paceline.run import Run, RunOptions
-from paceline.run.rating import find_better
+from paceline.run.updates import find_better
 from paceline.testing import run_ranks
 
 ACCURACIES = [0.5, 0.6, 0.6, 0.55, 0.7, 0.7, 0.7, 0.7]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.ddp.buffer import Bucket, ParamRef
-from paceline.ddp.plan import plan_buckets
+from paceline.ddp.layout import plan_buckets
 from paceline.transport.interface import Flat
 
 

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.ddp.plan import (
+from paceline.ddp.layout import (
     ALIGNMENT_BYTES,
-    CONTROL_WORDS,
     MIB,
     default_capacities,
     plan_buckets,
 )
+from paceline.ddp.trailer import CONTROL_WORDS
 from paceline.errors import UsageError
 from paceline.transport.interface import Flat, round_up
 

@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import DistributedSampler
-from paceline.data.order import KEEPS_UP_TO, KeyedOrder, choose_order, draw_order
-from paceline.data.plan import Plan
+from paceline.data.plan import KEEPS_UP_TO, KeyedOrder, Plan, choose_order, draw_order
 from paceline.errors import UsageError
 
 

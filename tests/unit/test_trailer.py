@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from paceline.ddp.fingerprint import LENGTH
-from paceline.ddp.plan import CONTROL_WORDS
-from paceline.ddp.trailer import Trailer, Words
+from paceline.ddp.trailer import CONTROL_WORDS, Trailer, Words
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn, optim
 
-from paceline.ddp.plan import ALIGNMENT_BYTES, Slot
+from paceline.ddp.layout import ALIGNMENT_BYTES, Slot
 from paceline.transport.interface import ALIGNMENT, round_up, slices
 from paceline.update.cut import PIECE_NUMEL, cut_pieces, deal_tensors, likeness, split_piece
 from paceline.update.kind import merges

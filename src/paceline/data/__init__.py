@@ -3,10 +3,10 @@
 An epoch has one global order, a pure function of (seed, epoch). It is dealt to the ranks like
 cards, and a resumed pass needs only the number of items already consumed:
 
-    order           the order itself: drawn as torch does, or computed where it is asked for
     deal            which positions of the order each rank takes, and how far a pass got
     sampler         `DistributedSampler`, `DistributedBatchSampler`: also around any other one
-    plan            which samples form which shard of which step, and their random numbers
+    plan            the order itself, which samples form which shard of which step, and their
+                    random numbers
     files           `Files`, samples in tar, Parquet, Arrow files or a stream of Hugging Face's
     lanes           which part of which file belongs to which step
     third_party_samplers   make a sampler of another library draw the same order on every rank

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.data.order import KeyedOrder
+from paceline.data.plan import KeyedOrder
 
 if TYPE_CHECKING:
     from paceline.data.files import Files

@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler as TorchDistributedS
 
 from paceline.data import third_party_samplers as third_party
 from paceline.data.deal import ResumableSampler, Tail, deal, share, whole_number
-from paceline.data.order import KeyedOrder, OrderName, draw_order
+from paceline.data.plan import KeyedOrder, OrderName, draw_order
 from paceline.errors import UsageError, check_choice
 from paceline.telemetry import count_text
 
@@ -37,7 +37,7 @@ class DistributedSampler(ResumableSampler[int], TorchDistributedSampler[int]):
     the last few out instead, whatever `pad` says.
 
     `order="keyed"` is a different order from torch's, for hundreds of millions of samples: it takes
-    no memory and starts at once. See `order`.
+    no memory and starts at once. See `KeyedOrder`.
 
     `num_samples` is this rank's share of a whole epoch. `len()` is what the next pass yields:
     the same number, except in an epoch resumed in the middle.

@@ -10,11 +10,11 @@ from paceline.ddp.engine import check_engine as check_engine
 from paceline.ddp.fingerprint import SameRowsWarning as SameRowsWarning
 from paceline.ddp.hooks import GradBucket as GradBucket
 from paceline.ddp.hooks import Hook as Hook
+from paceline.ddp.layout import Slot as Slot
 from paceline.ddp.naive import NaiveEngine as NaiveEngine
 from paceline.ddp.options import DDPOptions as DDPOptions
 from paceline.ddp.ordered import OrderedEngine as OrderedEngine
 from paceline.ddp.ordered import in_tree_order as in_tree_order
-from paceline.ddp.plan import Slot as Slot
 from paceline.ddp.reducer import Reducer as Reducer
 from paceline.ddp.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from paceline.ddp.sync_batch_norm import has_sync_batch_norm as has_sync_batch_norm

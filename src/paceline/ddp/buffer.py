@@ -13,13 +13,12 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from paceline.ddp.plan import BucketPlan
 from paceline.errors import DeviceError, UsageError
 from paceline.torch_private import (
     count_storage_uses,
@@ -29,6 +28,9 @@ from paceline.torch_private import (
     views_unknown_to_autograd,
 )
 from paceline.transport import dense_layout
+
+if TYPE_CHECKING:
+    from paceline.ddp.layout import BucketPlan
 
 # From about this size on, one fused copy-and-scale per gradient beats a batched copy and a
 # second pass over the whole buffer: the second pass costs memory traffic, the first a call.

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from paceline.ddp.audit import Audit
 from paceline.ddp.buffer import Bucket, ParamRef
+from paceline.ddp.layout import BucketPlan, Slot
 from paceline.ddp.naive import NaiveEngine
-from paceline.ddp.plan import BucketPlan, Slot
 from paceline.errors import UsageError
 from paceline.group import Membership, all_gather, all_reduce, word_device
 from paceline.torch_private import foreach_mul_

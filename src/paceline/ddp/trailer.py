@@ -18,11 +18,11 @@ from paceline.ddp.fingerprint import (
     DATASET_STEP,
     EVERY,
     LARGEST_SIZE,
+    LENGTH,
     Fingerprint,
     InputCheck,
     is_different,
 )
-from paceline.ddp.plan import CONTROL_WORDS
 from paceline.errors import DesyncError, FitError
 from paceline.group import HostCopy, Membership, runs_ahead
 from paceline.transport import mean_factor
@@ -39,6 +39,10 @@ class Words(NamedTuple):
     weighed: float = 0.0
     plain: float = 1.0
     label: float = 0.0
+
+
+CONTROL_WORDS = len(Words._fields) + LENGTH
+"""Elements of the trailer after the flags."""
 
 
 class Trailer:

@@ -48,7 +48,7 @@ STEP = (
     ),
     Entry(
         "shards",
-        ("run.cut",),
+        ("run.parts",),
         "in the first step of a generation with more workers than shards, twice where it is "
         "computed in two cuts",
     ),
@@ -79,7 +79,7 @@ BETWEEN_STEPS = (
         ("run.buffers", "run.evaluation"),
         "in evaluations: of a model that has buffers, and of those that collect predictions",
     ),
-    Entry("exchanges", ("run.exchanges",), "at the end of an epoch, evaluations, saves, the end"),
+    Entry("exchanges", ("run.recovery",), "at the end of an epoch, evaluations, saves, the end"),
     Entry("noise", ("policy.noise",), "at the end of an epoch"),
     Entry(
         "saving",

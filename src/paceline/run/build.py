@@ -49,7 +49,6 @@ from paceline.policy import NoiseMeter
 from paceline.run import islands
 from paceline.run.buffers import Buffers, check_sync_norm
 from paceline.run.config import RunConfig
-from paceline.run.exchanges import Exchanges
 from paceline.run.fit import make_fit
 from paceline.run.loader import (
     MapLoader,
@@ -72,14 +71,13 @@ from paceline.run.parts import (
     RunProgress,
     Training,
     loading,
+    opening_lines,
 )
-from paceline.run.precision import Precision
-from paceline.run.rating import Rating
-from paceline.run.recovery import Survival
+from paceline.run.recovery import Exchanges, Survival
 from paceline.run.same_bits import refuse_other_arithmetic
 from paceline.run.state import RunState, Saving, copy_from
 from paceline.run.stop import LoaderSignals, StopRequest, Vote
-from paceline.run.updates import make_update
+from paceline.run.updates import Precision, Rating, make_update
 from paceline.run.user_loader import UserLoader, find_global_batch, length_of, make_user_loader
 from paceline.run.watching import Watching
 from paceline.telemetry import (
@@ -217,7 +215,7 @@ def build_run(config: RunConfig) -> RunParts:
     feed = Feed(made, shortest_batch, signals, settings)
     watching.note_progress(position.step, None if plan is None else plan.steps)
     may_cut = _may_cut(config, plan)
-    lines = config.opening_lines(world, device, shards, plan, position, may_cut=may_cut)
+    lines = opening_lines(config, world, device, shards, plan, position, may_cut=may_cut)
     if shares_out:
         lines += describe_sharing(
             engine, config.optimizer, can_survive=can_survive, is_saved=config.is_saved

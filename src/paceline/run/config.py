@@ -20,7 +20,7 @@ from torch.utils.data import default_collate
 
 import paceline
 from paceline import env
-from paceline.data import Files, Plan, Position, check_seed
+from paceline.data import Files, Plan, check_seed
 from paceline.ddp import DDPOptions, has_sync_batch_norm
 from paceline.errors import (
     UsageError,
@@ -32,13 +32,11 @@ from paceline.errors import (
 from paceline.files import RunFolder, RunInfo, find_info
 from paceline.group import World, flatten
 from paceline.islands import Islands
-from paceline.run.cut import say_idle
 from paceline.run.fit import check_fit
 from paceline.run.models import ByName, Models, name_part, take_models
-from paceline.run.precision import DTYPE_BY_PRECISION
-from paceline.run.rating import Better, find_better
 from paceline.run.rows import check_dataset
 from paceline.run.same_bits import check_same_bits, describe_arithmetic
+from paceline.run.updates import DTYPE_BY_PRECISION, Better, find_better
 from paceline.telemetry import Sink, check_sinks, count_text, make_trackers
 from paceline.update import Update, check_update
 
@@ -51,19 +49,9 @@ _AGREED_OPTIONS = (
     *("checkpoint_every", "best_metric", "better", "patience"),
 )
 """Those that decide what a commit does, or when the workers talk to each other."""
-STREAM = (
-    "The dataset is iterable: every worker reads all of it and keeps its share, in the order in "
-    "which it comes. Exact resuming and equal results at other worker counts hold only if it "
-    "yields the same samples in the same order every time. Files in paceline.data are read by one "
-    "worker each."
-)
 _SEVERAL = (
     "Pass one, with a group of parameters for each part of the model; or several models, which "
     'take turns: Run({"generator": (g, g_optimizer), "critic": (d, d_optimizer)}, dataset).'
-)
-NO_NOISE = (
-    "The gradient noise scale cannot be measured: the whole batch goes through the model at once, "
-    "so there is nothing to compare. Pass shards=2 or more to a new run."
 )
 
 
@@ -422,34 +410,6 @@ class RunConfig:
             name = name[:_WIDTH_SHOWN]
             found[name if taken.get(name, text) == text else f"config.{name}"] = text
         return found
-
-    def opening_lines(
-        self,
-        world: World,
-        device: torch.device,
-        shards: int,
-        plan: Plan | None,
-        position: Position,
-        *,
-        may_cut: bool,
-    ) -> list[str]:
-        """What is said when the loop begins; `may_cut` if the first step decides on shards."""
-        lines = [STREAM] if plan is None and self.loader is None else []
-        if isinstance(self.dataset, Files) and (files := len(self.dataset.files)) < shards:
-            lines.append(
-                f"{count_text(files, 'file')} for {count_text(shards, 'shard')}: each is opened by "
-                f"several workers, who skip what is not theirs. With {shards} files or more every "
-                "worker reads its own."
-            )
-        if world.size > shards and not may_cut:
-            lines.append(say_idle(world.size, shards))
-        if world.device.type != "cpu" and device.type == "cpu":
-            lines.append(f"The model is on the CPU, although this worker has {world.device}.")
-        if plan is not None and position.step >= plan.steps:
-            lines.append(f"Nothing is left to do: all {plan.steps} steps are applied.")
-        if self.options.noise_every and self.passes(shards, world.size) == 1:
-            lines.append(NO_NOISE)
-        return lines
 
     def passes(self, shards: int, workers: int) -> int:
         """How many backward passes a step has, on all workers together."""

@@ -5,43 +5,45 @@
     feed       where batches come from
     outlets    where numbers, messages and checkpoints go
 
-What changes is in `progress`; `build` puts all of it together.
+What changes is in `progress`, and in how the batch is cut; `build` puts all of it together.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from paceline.data import Generators, Portion, Position
+from paceline.data import Files, Generators, Plan, Portion, Position
 from paceline.ddp import Audit, Engine
 from paceline.files import RunInfo
-from paceline.group import Membership, World, map_tensors, word_device
+from paceline.group import Membership, World, exchange, map_tensors, word_device
 from paceline.policy import NoiseMeter
 from paceline.run.buffers import Buffers
 from paceline.run.config import RunConfig
-from paceline.run.cut import Cut
-from paceline.run.exchanges import Exchanges
 from paceline.run.fit import Fit
 from paceline.run.loader import MapLoader, StreamLoader
 from paceline.run.metrics import Metrics
 from paceline.run.objects import StateObjects
-from paceline.run.precision import Precision
-from paceline.run.rating import Rating
-from paceline.run.recovery import NoRecovery, Recovery
+from paceline.run.recovery import Exchanges, NoRecovery, Recovery
 from paceline.run.state import RunState, Saving
 from paceline.run.stop import LoaderSignals, StopRequest, Vote
+from paceline.run.updates import Precision, Rating
 from paceline.run.user_loader import UserLoader
 from paceline.run.watching import Watching
-from paceline.telemetry import Sinks
+from paceline.telemetry import Message, Sinks, count_text
 from paceline.torch_private import count_collectives
-from paceline.update import Update, WeightAverage
+from paceline.update import Update, WeightAverage, total_norm
+
+if TYPE_CHECKING:
+    from paceline.run.metrics import ExactSums
+
 
 Loader = MapLoader | StreamLoader | UserLoader
 
@@ -136,7 +138,7 @@ class RunProgress:
     size: int
     """Workers of the current generation, as a plain number because every step asks for it."""
     shards: int
-    """Into how many parts a batch is cut; see `cut`."""
+    """Into how many parts a batch is cut; see `Cut`."""
     count_talks: Callable[[], int] = int
     """How many collectives this worker has started."""
     may_talk: bool = False
@@ -150,6 +152,47 @@ class RunProgress:
     """The last steps after which all have agreed to save, and to evaluate."""
     has_left: bool = False
     """Whether this worker alone has stopped, and the others continue."""
+
+
+_STREAM = (
+    "The dataset is iterable: every worker reads all of it and keeps its share, in the order in "
+    "which it comes. Exact resuming and equal results at other worker counts hold only if it "
+    "yields the same samples in the same order every time. Files in paceline.data are read by one "
+    "worker each."
+)
+_NO_NOISE = (
+    "The gradient noise scale cannot be measured: the whole batch goes through the model at once, "
+    "so there is nothing to compare. Pass shards=2 or more to a new run."
+)
+
+
+def opening_lines(
+    config: RunConfig,
+    world: World,
+    device: torch.device,
+    shards: int,
+    plan: Plan | None,
+    position: Position,
+    *,
+    may_cut: bool,
+) -> list[str]:
+    """What is said when the loop begins; `may_cut` if the first step decides on shards."""
+    lines = [_STREAM] if plan is None and config.loader is None else []
+    if isinstance(config.dataset, Files) and (files := len(config.dataset.files)) < shards:
+        lines.append(
+            f"{count_text(files, 'file')} for {count_text(shards, 'shard')}: each is opened by "
+            f"several workers, who skip what is not theirs. With {shards} files or more every "
+            "worker reads its own."
+        )
+    if world.size > shards and not may_cut:
+        lines.append(say_idle(world.size, shards))
+    if world.device.type != "cpu" and device.type == "cpu":
+        lines.append(f"The model is on the CPU, although this worker has {world.device}.")
+    if plan is not None and position.step >= plan.steps:
+        lines.append(f"Nothing is left to do: all {plan.steps} steps are applied.")
+    if config.options.noise_every and config.passes(shards, world.size) == 1:
+        lines.append(_NO_NOISE)
+    return lines
 
 
 class Outcome(StrEnum):
@@ -265,3 +308,177 @@ class RunParts:
         """From now on this worker speaks, draws and writes for all."""
         outlets, step = self.outlets, self.progress.position.step
         outlets.sinks.take_over(self.config.sinks, outlets.info, step, [])
+
+
+_LOSS, _LOSS_IN_DOUBLE, _LOSS_IN_16_BITS = 1e-5, 1e-10, 1e-3
+"""How far apart two cuts may be, relatively, by rounding alone."""
+_NORM = 100
+"""In gradients more cancels out than in a loss: so many times as far."""
+
+
+class Cut:
+    """Into how many shards the batch of a step is cut, as all workers have agreed on it.
+
+    Where there are more workers than shards, the first step of a generation finds out whether it
+    would be the same in more of them, unless the script has fixed their number:
+
+        step k, as it is cut --(draws, or changes buffers)---------------> applied; it stays so
+                 │
+                 └──> step k, one shard per worker --(the same loss and gradients)--> applied; so
+                               │                                                      from now on
+                               └──(others)--> step k, as it was cut --> applied; it stays so
+
+    What a step draws is seeded by the numbers of its shards, and batch statistics are those of a
+    shard; without either, a loss that is a mean over its items has the same gradients in any cut. A
+    loss that is none, because it compares samples, or divides by something that `items=` does not
+    say, shows.
+
+    Invariant: whether a step is computed in another cut first depends on what all workers have told
+    each other, so they compute it equally often.
+    """
+
+    def __init__(self, parts: RunParts) -> None:
+        self._parts = parts
+        self.is_open = self.is_repeated = False
+        """Whether the step under way decides about the cut; and whether it is computed once more,
+        in another one."""
+        self._has_drawn = False
+        self._before = 0
+        """How many shards there were, while others are tried."""
+        self._told: list[list[float]] = []
+        """What each worker has found in the old cut."""
+        self._said: set[tuple[int, int]] = set()
+        self.begin()
+
+    def begin(self) -> None:
+        """A generation begins: with its first step it is open whether there can be more."""
+        if self._before:
+            self._cut_into(self._before)
+        progress, self._before, self._has_drawn = self._parts.progress, 0, False
+        self.is_repeated, self.is_open = False, self._parts.may_cut and self._most > progress.shards
+
+    def adopt(self, shards: int) -> None:
+        """So many shards are what the workers have agreed on."""
+        if shards != self._parts.progress.shards:
+            self._note(shards)
+        self.begin()
+
+    @property
+    def _most(self) -> int:
+        return min(self._parts.progress.size, self._parts.config.global_batch)
+
+    def look(self, *key: int) -> None:
+        """The loss of a shard, seeded by `key`, is computed: have random numbers been drawn?"""
+        parts = self._parts
+        self._has_drawn |= parts.training.generators.were_used(parts.config.seed, "model", *key)
+
+    def decide(self, step: int, sums: ExactSums) -> None:
+        """The gradients of an open step have arrived; a collective: all workers call this.
+
+        `sums` are those of this worker's losses.
+        """
+        told, progress = self._tell(step, sums), self._parts.progress
+        before, self._before, self._has_drawn = self._before, 0, False
+        if before:
+            why = self._difference(step, before, told)
+            if why:
+                self._cut_into(before)
+                self.is_repeated = True
+            else:
+                self._note(progress.shards)
+                self._say_changed(step, before)
+        else:
+            why = _reason(step, told)
+            if not why and math.isfinite(_mean(told)):
+                self._before, self._told, self.is_repeated = progress.shards, told, True
+                self._cut_into(self._most)
+        self.is_open = bool(self._before)
+        if why:
+            self._say_refused(why)
+
+    def _tell(self, step: int, sums: ExactSums) -> list[list[float]]:
+        """What every worker has found: whether it drew, changed buffers; loss, items, length."""
+        training, members = self._parts.training, self._parts.place.membership
+        loss, items = (math.fsum(part) for part in sums.get("loss", ([], [])))
+        norm = 0.0
+        if not training.shares_out:  # there a worker has its share of the sums only
+            norm = total_norm(param.grad for param in training.module.parameters()).item()
+        has_changed = training.buffers is not None and training.buffers.have_changed()
+        found = [float(self._has_drawn), float(has_changed), loss, items, norm]
+        what = f"Step {step}: comparing two cuts of the batch"
+        told: list[list[float]] = exchange(members.group, found, members.word_device, what)
+        return told
+
+    def _difference(self, step: int, before: int, told: list[list[float]]) -> str:
+        """What is not the same in both cuts; empty where all is."""
+        parts, near = self._parts, _LOSS
+        if parts.training.precision.is_short:
+            near = _LOSS_IN_16_BITS
+        elif all(p.dtype == torch.float64 for p in parts.training.module.parameters()):
+            near = _LOSS_IN_DOUBLE
+        losses = [_mean(each) for each in (self._told, told)]
+        norms = [max(each[4] for each in cut) for cut in (self._told, told)]
+        pairs = {"loss": (losses, near), "length of the gradients": (norms, _NORM * near)}
+        for what, ((was, now), most) in pairs.items():
+            if not math.isclose(was, now, rel_tol=most):
+                counts = [count_text(n, "shard") for n in (before, parts.progress.shards)]
+                return (
+                    f"the {what} of step {step} is {was:.7g} in {counts[0]} and {now:.7g} in "
+                    f"{counts[1]}"
+                )
+        return ""
+
+    def _note(self, shards: int) -> None:
+        """From now on there are so many, for those who come later too."""
+        self._cut_into(shards)
+        self._parts.outlets.saving.note_shards(shards)
+
+    def _cut_into(self, shards: int) -> None:
+        loader = self._parts.feed.loader
+        assert not isinstance(loader, UserLoader)  # whose batches are what they are
+        self._parts.progress.shards = shards
+        loader.cut_into(shards)
+        self._parts.count_passes()
+
+    def _say_changed(self, step: int, before: int) -> None:
+        parts, shards = self._parts, self._parts.progress.shards
+        text = (
+            f"From step {step} on the batch is cut into {shards} shards, one per worker, and not "
+            f"into {before}: it draws no random numbers, and has the same loss and gradients "
+            f"either way. A new run with shards={before} cuts it as before."
+        )
+        facts = {"text": text, "level": "info", "shards": shards}
+        parts.outlets.sinks.tell("message", Message(text, facts=facts))
+        parts.recovery.tell_facts(shards=shards)
+
+    def _say_refused(self, why: str) -> None:
+        parts, size, shards = self._parts, self._parts.progress.size, self._parts.progress.shards
+        parts.recovery.tell_facts(grows=False)
+        if (size, shards) not in self._said:
+            self._said.add((size, shards))
+            text = say_idle(size, shards, f" The batch cannot be cut into more: {why}.")
+            parts.outlets.sinks.tell("message", Message(text, "warning"))
+
+
+def _reason(step: int, told: list[list[float]]) -> str:
+    """Why a step, as it is cut, would be another one in any other cut; empty where it may not."""
+    if any(has_drawn for has_drawn, *_ in told):
+        return f"step {step} draws random numbers"
+    if any(has_changed for _, has_changed, *_ in told):
+        return f"step {step} changes buffers, as layers do that keep statistics of a batch"
+    return ""
+
+
+def _mean(told: list[list[float]]) -> float:
+    total, items = (math.fsum(each[n] for each in told) for n in (2, 3))
+    return total / items if items else 0.0
+
+
+def say_idle(workers: int, shards: int, why: str = "") -> str:
+    """There are more workers than shards."""
+    idle = workers - shards
+    return (
+        f"{workers} workers share {count_text(shards, 'shard')}, so {count_text(idle, 'worker')} "
+        f"{'has' if idle == 1 else 'have'} nothing to compute.{why} Pass shards= to a new run to "
+        "use them."
+    )

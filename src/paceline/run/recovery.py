@@ -25,14 +25,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from paceline.errors import AuditError, CheckpointError, PacelineError, PeerError
+from paceline.group import Membership, exchange
 from paceline.run.healing import Healing
 from paceline.run.member import Groups, Member
+from paceline.run.metrics import ExactSums, add_sums
 from paceline.telemetry import Message, name_steps
 
 if TYPE_CHECKING:
     from paceline.data import Portion
     from paceline.group import Link
     from paceline.run.parts import RunParts
+
 
 T = TypeVar("T")
 AGAIN: Any = object()
@@ -276,3 +279,53 @@ class Survival(Recovery):
         self.member.taken |= set(inherited)
         self.write_ledger()
         return self.must_go_back
+
+
+class Exchanges:
+    """What the workers of a run tell each other between two steps, each of them once.
+
+    A worker may die in the middle, and those who are left may have come unequally far. So results
+    are kept until the next step: whoever missed one gets it from those who have it.
+    """
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self.recovery: Recovery = NoRecovery()
+        self.results: list[list[Any]] = []
+        """What all workers have said since the last step, the same on each of them."""
+        self.asked = 0
+        """How many of them this worker has asked for."""
+
+    def begin_step(self) -> None:
+        """A step is over: what was said before it is of no use any more."""
+        self.results, self.asked = [], 0
+
+    def exchange(self, compute: Callable[[], Any], what: str) -> list[Any]:
+        """The values of all workers, each of which calls this between two steps.
+
+        `compute` gives this one's. Where a worker dies meanwhile it is called again, unless one of
+        the others has all of them.
+        """
+        if self.recovery.is_apart:
+            return [compute()]
+        return self.recovery.attempt(partial(self._next, compute, what))
+
+    def add_up(self, compute: Callable[[], ExactSums], what: str) -> ExactSums:
+        """The sums of all workers, exactly: equal to the last bit however many there are."""
+        everyone = self.exchange(compute, what)
+        if len(everyone) == 1:
+            return dict(everyone[0])
+        total: ExactSums = {}
+        for sums in everyone:
+            add_sums(total, sums)
+        return total
+
+    def _next(self, compute: Callable[[], Any], what: str) -> list[Any]:
+        members = self._membership
+        if self.asked == len(self.results):
+            everyone = [compute()]
+            if members.size > 1:
+                everyone = exchange(members.group, everyone[0], members.word_device, what)
+            self.results.append(everyone)
+        self.asked += 1
+        return self.results[self.asked - 1]

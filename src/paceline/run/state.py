@@ -26,7 +26,7 @@ from paceline.run.config import RunConfig
 from paceline.run.fit import Fit
 from paceline.run.metrics import ExactSums
 from paceline.run.models import TurnUpdate
-from paceline.run.rating import Rating, find_better
+from paceline.run.updates import Rating, find_better
 from paceline.telemetry import Written
 from paceline.update import ExchangedStep, Update, WholeUpdate, find_exchanged, load_state
 

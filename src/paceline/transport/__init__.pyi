@@ -1,4 +1,3 @@
-from paceline.transport.hosts import SharedMemory as SharedMemory
 from paceline.transport.interface import ALIGNMENT as ALIGNMENT
 from paceline.transport.interface import Buckets as Buckets
 from paceline.transport.interface import Flat as Flat
@@ -11,6 +10,7 @@ from paceline.transport.interface import place as place
 from paceline.transport.interface import round_up as round_up
 from paceline.transport.interface import slices as slices
 from paceline.transport.select import Kind as Kind
+from paceline.transport.select import SharedMemory as SharedMemory
 from paceline.transport.select import TransportChoice as TransportChoice
 from paceline.transport.select import check_transport as check_transport
 from paceline.transport.shared_buckets import SharedBuckets as SharedBuckets
