@@ -260,11 +260,11 @@ LOST_IN_THE_LAST_SAVE = """
 import os, pathlib, signal, sys, time
 import torch, paceline
 from paceline.errors import PeerError
-from paceline.run import exchanges
+from paceline.run import recovery
 
 here, rank, late = pathlib.Path(__file__).parent, int(os.environ["RANK"]), int(sys.argv[1])
 (here / f"pid{rank}").write_text(str(os.getpid()))
-exchange = exchanges.exchange
+exchange = recovery.exchange
 
 def is_alive(pid):
     try:
@@ -283,7 +283,7 @@ def exchange_last(group, value, device, what):
             raise PeerError("rank 0 is gone")
     return found
 
-exchanges.exchange = exchange_last
+recovery.exchange = exchange_last
 net = torch.nn.Linear(3, 1)
 run = paceline.Run(net, torch.optim.SGD(net.parameters(), lr=0.1), torch.randn(24, 3),
                    global_batch=6, epochs=1, folder=here / "run",
