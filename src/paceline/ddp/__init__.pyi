@@ -12,6 +12,7 @@ from paceline.ddp.hooks import GradBucket as GradBucket
 from paceline.ddp.hooks import Hook as Hook
 from paceline.ddp.layout import Slot as Slot
 from paceline.ddp.naive import NaiveEngine as NaiveEngine
+from paceline.ddp.options import DEFAULT_OPTIONS as DEFAULT_OPTIONS
 from paceline.ddp.options import DDPOptions as DDPOptions
 from paceline.ddp.ordered import OrderedEngine as OrderedEngine
 from paceline.ddp.ordered import in_tree_order as in_tree_order

@@ -193,9 +193,9 @@ class BucketLayout:
         self.trailer = Trailer(len(self.params), plans[-1].dtype, plans[-1].device)
         self.bucket_by_id = {
             id(param): number
-            for number, bucket in enumerate(self.buckets)
-            for param in bucket.params
-            if param is not None
+            for number, plan in enumerate(plans)
+            for slot in plan.slots
+            if (param := self.params[slot.param].get()) is not None
         }
         self.counts = {}
         self._count()

@@ -62,7 +62,8 @@ class Reducer(BackwardFollower):
         always_views: bool = False,
     ) -> None:
         params = [ParamRef(name, param) for name, param in named_params]
-        dense = [p for p in params if p.name not in sparse_names and p.requires_grad]
+        trained = {name for name, param in named_params if param.requires_grad}
+        dense = [p for p in params if p.name in trained - sparse_names]
         super().__init__(BucketLayout(dense, capacities_bytes, always_views))
         self.membership = membership
         self.size = membership.size
@@ -79,8 +80,8 @@ class Reducer(BackwardFollower):
         self._refs = params
         self.agreement = Agreement(membership, params)
         self._sparse_names = sparse_names
-        self._sparse = [p for p in params if p.name in sparse_names and p.requires_grad]
-        self._frozen = [p for p in params if not p.requires_grad]
+        self._sparse = [p for p in params if p.name in trained & sparse_names]
+        self._frozen = [p for p in params if p.name not in trained]
         self._hook: tuple[Hook, Any] | None = None
         self._order_is_agreed = False
         membership.follow(self.on_generation)

@@ -3,7 +3,6 @@ from paceline.group.collectives import Pending as Pending
 from paceline.group.collectives import all_gather as all_gather
 from paceline.group.collectives import all_reduce as all_reduce
 from paceline.group.collectives import announce_exit as announce_exit
-from paceline.group.collectives import ask_nobody as ask_nobody
 from paceline.group.collectives import broadcast as broadcast
 from paceline.group.collectives import exchange as exchange
 from paceline.group.collectives import explain_failure as explain_failure

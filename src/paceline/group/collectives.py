@@ -105,13 +105,16 @@ _END_S = 0.5
 
 
 def refuse_aborted(is_aborted: Callable[[], bool]) -> None:
-    """From now on no wait outlives the group that it is in, and what was aborted is refused."""
+    """From now on no wait outlives the group that it is in, and what was aborted is refused.
+
+    A failure is explained at once: somebody else finds out who is gone.
+    """
     # A collective of NCCL's that is aborted ends as if it had succeeded, with whatever is in
     # memory; and what was started on the device after it goes on with that. So all are waited for
     # on the host. One of Gloo's ends with an error, but for a rare race: a message for which the
     # other side just asked, and which can be sent no more, is forgotten, and who waits for it waits
     # for ever.
-    _is_aborted[0] = is_aborted
+    _is_aborted[0], _words_patience_s[0] = is_aborted, 0.0
 
 
 def is_aborted() -> bool:
@@ -300,11 +303,6 @@ def _has_any_left(group: Group) -> bool:
 
 
 _device_waits = DeviceWaits(_has_any_left, explain_failure)
-
-
-def ask_nobody() -> None:
-    """From now on a failure is explained at once: somebody else finds out who is gone."""
-    _words_patience_s[0] = 0.0
 
 
 def _is_cause(words: dict[str, Any]) -> bool:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.distributed import init_process_group as make_default_group
 
 from paceline import env
 from paceline.env import Placement
@@ -183,7 +184,7 @@ def init_process_group(
     else:  # `paceline run` has done it already; torchrun and srun do not
         env.bind_gloo(interface_towards(place.master_addr))
     with CONNECTIONS.recorded():
-        dist.init_process_group(backend, group_name=group_name, pg_options=pg_options, **options)
+        make_default_group(backend, group_name=group_name, pg_options=pg_options, **options)
     return replace(_describe(place), device=device, source=source, owns_group=True)
 
 
@@ -200,7 +201,7 @@ def init_as_torch(*args: Any, **kwargs: Any) -> None:
     if launched.place is not None:
         CONNECTIONS.kept_port = launched.place.master_port
     with CONNECTIONS.recorded():
-        dist.init_process_group(*args, **kwargs)
+        make_default_group(*args, **kwargs)
 
 
 def _stand_apart(place: Placement | None, device_id: torch.device | int | None) -> World:
@@ -208,7 +209,7 @@ def _stand_apart(place: Placement | None, device_id: torch.device | int | None) 
     assert place is not None
     device = take_device(None, place.local_rank, place.local_size, device_id)
     with env.gloo_on_loopback():  # whatever has become of the way to other machines
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        make_default_group("gloo", store=HashStore(), rank=0, world_size=1)
     _apart.add(dist.group.WORLD)
     return replace(_describe(place), device=device, source=place.source, owns_group=True)
 

@@ -19,8 +19,8 @@ from torch import nn
 from paceline import env
 from paceline.data import Files, Generators, Plan, Position, check_batch
 from paceline.ddp import (
+    DEFAULT_OPTIONS,
     Audit,
-    DDPOptions,
     DistributedDataParallel,
     Engine,
     OrderedEngine,
@@ -70,6 +70,7 @@ from paceline.run.parts import (
     RunParts,
     RunProgress,
     Training,
+    count_passes,
     loading,
     opening_lines,
 )
@@ -141,7 +142,9 @@ def build_run(config: RunConfig) -> RunParts:
     weights = None if config.models is None else ByName(dict(config.models.modules.items()))
     fit = make_fit(config, launched.fit_folder, module, members, device)
     state = RunState(module, update, rating, fit, config.state or {}, weights)
-    folder = config.open_folder(world.rank)
+    folder = None
+    if config.folder is not None:
+        folder = config.open_folder(config.folder, world.rank)
     saving = Saving(folder, config, members)
     saved, before = saving.find() or (None, None)
     known = link.facts if link is not None and is_replacement else before or {}
@@ -187,7 +190,7 @@ def build_run(config: RunConfig) -> RunParts:
     if repeated:
         position, sums = replace(position, step_of_epoch=0), {}
     noise = None
-    if options.noise_every and config.passes(shards, workers) > 1:
+    if options.noise_every and count_passes(config, shards, workers) > 1:
         noise = NoiseMeter(module.parameters(), every=options.noise_every)
     has_buffers = next(module.buffers(), None) is not None
     training = Training(
@@ -414,7 +417,7 @@ def _make_engine(
     if config.engine is not None:
         return check_engine(config.engine(model, place.world))
     if not isinstance(model, DistributedDataParallel):
-        options = config.ddp or DDPOptions()
+        options = config.ddp or DEFAULT_OPTIONS
         return DistributedDataParallel(
             model, process_group=members, forward_sync_buffers=False, options=options
         )

@@ -33,7 +33,7 @@ from paceline.files import RunFolder, RunInfo, find_info
 from paceline.group import World, flatten
 from paceline.islands import Islands
 from paceline.run.fit import check_fit
-from paceline.run.models import ByName, Models, name_part, take_models
+from paceline.run.models import ByName, Models, take_models
 from paceline.run.rows import check_dataset
 from paceline.run.same_bits import check_same_bits, describe_arithmetic
 from paceline.run.updates import DTYPE_BY_PRECISION, Better, find_better
@@ -290,10 +290,9 @@ class RunConfig:
                 advice="Pass one of them.",
             )
 
-    def open_folder(self, rank: int) -> RunFolder | None:
-        if self.folder is None:
-            return None
-        folder = RunFolder(self.folder)
+    def open_folder(self, path: str | os.PathLike[str], rank: int) -> RunFolder:
+        """The folder at `path`, made if it is not there."""
+        folder = RunFolder(path)
         try:
             folder.create()
         except OSError as error:
@@ -320,8 +319,8 @@ class RunConfig:
             "same_bits": describe_arithmetic(device) if self.options.same_bits else None,
             "dataset_size": None if plan is None else plan.samples,
             "workers": workers,
-            "optimizer": name_part(self.optimizer),
-            "scheduler": name_part(
+            "optimizer": _name_part(self.optimizer),
+            "scheduler": _name_part(
                 ByName(self.models.schedulers) if self.models else self.scheduler
             ),
             "versions": {
@@ -378,15 +377,15 @@ class RunConfig:
             parameters=sum(param.numel() for param in module.parameters()),
             device=str(next((param.device for param in module.parameters()), "cpu")),
             host=socket.gethostname(),
-            settings=self._settings(),
+            settings=self._settings(facts["optimizer"]),
             policy=list(self.options.policy) or [sentence],
             command=env.read_command(sys.argv),
         )
 
-    def _settings(self) -> dict[str, str]:
+    def _settings(self, optimizer: str) -> dict[str, str]:
         """For readers, so only of the first groups and not at any length."""
         first, *others = self.optimizer.param_groups
-        found: dict[str, Any] = {"optimizer": name_part(self.optimizer), **first}
+        found: dict[str, Any] = {"optimizer": optimizer, **first}
         for number, group in enumerate(others[:_GROUPS_SHOWN], start=1):
             names = (name for name in group if name != "params")
             differs = (name for name in names if repr(group[name]) != repr(first.get(name)))
@@ -399,21 +398,17 @@ class RunConfig:
         shown = {
             k: str(value)[:_WIDTH_SHOWN] for k, value in found.items() if isinstance(value, kinds)
         }
-        return shown | self._own_settings(shown)
+        return shown | self._own_settings(self.config, shown) if self.config else shown
 
-    def _own_settings(self, shown: Mapping[str, str]) -> dict[str, str]:
+    def _own_settings(self, config: Mapping[str, Any], shown: Mapping[str, str]) -> dict[str, str]:
         """The user's hyperparameters; one that has a name of ours, and says otherwise, has both."""
         taken = {each.name: "" for each in fields(RunInfo)} | dict(shown)
         found = {}
-        for name, value in islice(flatten(self.config or {}), _OWN_SHOWN):
+        for name, value in islice(flatten(config), _OWN_SHOWN):
             text = str(value)[:_WIDTH_SHOWN]
             name = name[:_WIDTH_SHOWN]
             found[name if taken.get(name, text) == text else f"config.{name}"] = text
         return found
-
-    def passes(self, shards: int, workers: int) -> int:
-        """How many backward passes a step has, on all workers together."""
-        return min(workers, shards) if self.options.merge_shards else shards
 
 
 _KINDS: dict[str, tuple[Any, str]] = {
@@ -434,6 +429,13 @@ _MEMBERS = {
     "scaler": ("is_enabled", "scale", "unscale_", "step", "update", "state_dict"),
 }
 """What an argument of `Run` must have; its class may be anybody's."""
+
+
+def _name_part(part: Any) -> str | None:
+    """The class of an optimizer or a scheduler, or those of several by name; None without one."""
+    if isinstance(part, ByName):
+        return ", ".join(f"{name}: {type(p).__name__}" for name, p in part.parts.items()) or None
+    return None if part is None else type(part).__name__
 
 
 def describe_model(module: nn.Module) -> str:

@@ -120,12 +120,10 @@ def compare(standings: Sequence[Standing]) -> Verdict:
 
 
 class Healing:
-    """One worker's part in it, in every new generation."""
+    """One worker's part in it, in a new generation; one that `has_led` was rank 0 so far."""
 
-    def __init__(self, parts: RunParts) -> None:
-        self._parts = parts
-        self._led = parts.place.membership.leads
-        """Whether this worker was rank 0 so far, the one that writes."""
+    def __init__(self, parts: RunParts, *, has_led: bool) -> None:
+        self._parts, self._has_led = parts, has_led
 
     def heal(self, member: Member, inherited: dict[str, Any], *, has_lost_state: bool) -> bool:
         """Make everybody's state that of the worker which has come furthest.
@@ -141,8 +139,7 @@ class Healing:
             self._transfer(verdict, is_new=member.is_new)
         self._adopt(verdict, mine, is_new=member.is_new)
         self._inherit(verdict, inherited)
-        leads, self._led = members.leads and not self._led, members.leads
-        if leads:
+        if members.leads and not self._has_led:
             self._parts.take_over()
         if members.leads:
             self._tell(member.number, inherited, verdict.joined)
@@ -165,9 +162,9 @@ class Healing:
             is_whole=training.state.is_whole and not has_lost_state,
             results=parts.exchanges.results,
             epochs=outlets.metrics.epochs,
-            saved=outlets.saving.saved_step if self._led else None,
+            saved=outlets.saving.saved_step if self._has_led else None,
             tried=outlets.saving.tried_step,
-            kept=outlets.saving.find_kept(was_written_here=self._led),
+            kept=outlets.saving.find_kept(was_written_here=self._has_led),
             stopping=parts.progress.stopping,
             asked=[parts.progress.save_at, parts.progress.evaluate_at],
             identity=training.engine.identity,

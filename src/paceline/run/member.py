@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import init_process_group
 
 from paceline import env
 from paceline.errors import AuditError, PacelineError, PeerError
@@ -40,7 +41,6 @@ from paceline.group import (
     Generation,
     Link,
     Membership,
-    ask_nobody,
     have_ended,
     meeting_place,
 )
@@ -99,7 +99,6 @@ class Member:
         self.taken: set[str] = set()
         """The dead whose ledgers this worker has added to its own."""
         self._link, self._membership, self._groups, self._heal = link, membership, groups, heal
-        ask_nobody()
         self._newest: Generation | None = None
         """What was last announced, once what it breaks is interrupted."""
         self._broken_before = -1
@@ -304,7 +303,7 @@ class Groups:
         way = env.gloo_on_loopback() if generation.is_near else nullcontext()
         try:
             with way, self._connections.recorded():
-                dist.init_process_group(
+                init_process_group(
                     self.backend,
                     store=store,
                     rank=generation.rank,

@@ -80,13 +80,6 @@ class Optimizers(ByName):
     zero_grad = step
 
 
-def name_part(part: Any) -> str | None:
-    """The class of an optimizer or a scheduler, or those of several by name; None without one."""
-    if isinstance(part, ByName):
-        return ", ".join(f"{name}: {type(p).__name__}" for name, p in part.parts.items()) or None
-    return None if part is None else type(part).__name__
-
-
 def take_models(config: RunConfig) -> None:
     """Several models were passed: the argument after them is the dataset, and each has its own
     optimizer."""

@@ -190,9 +190,14 @@ def opening_lines(
         lines.append(f"The model is on the CPU, although this worker has {world.device}.")
     if plan is not None and position.step >= plan.steps:
         lines.append(f"Nothing is left to do: all {plan.steps} steps are applied.")
-    if config.options.noise_every and config.passes(shards, world.size) == 1:
+    if config.options.noise_every and count_passes(config, shards, world.size) == 1:
         lines.append(_NO_NOISE)
     return lines
+
+
+def count_passes(config: RunConfig, shards: int, workers: int) -> int:
+    """How many backward passes a step has, on all workers together."""
+    return min(workers, shards) if config.options.merge_shards else shards
 
 
 class Outcome(StrEnum):
@@ -267,7 +272,7 @@ class RunParts:
         self.cut = Cut(self)
 
     def _passes(self) -> int:
-        return self.config.passes(self.progress.shards, self.progress.size)
+        return count_passes(self.config, self.progress.shards, self.progress.size)
 
     def count_passes(self) -> None:
         progress, size, training = self.progress, self.progress.size, self.training

@@ -132,7 +132,7 @@ class Survival(Recovery):
     is_on = True
 
     def __init__(self, link: Link, groups: Groups, parts: RunParts) -> None:
-        self._parts, self._healing = parts, Healing(parts)
+        self._parts, self._has_led = parts, parts.place.membership.leads
         self._is_over = False
         self._survives_errors = link.survives_errors
         self.member = Member(link, parts.place.membership, groups, self._heal)
@@ -273,9 +273,9 @@ class Survival(Recovery):
         `inherited` are the ledgers of workers that died, on one member only.
         """
         has_lost_state = self.must_go_back
-        self.must_go_back = self._healing.heal(
-            self.member, inherited, has_lost_state=has_lost_state
-        )
+        healing = Healing(self._parts, has_led=self._has_led)
+        self.must_go_back = healing.heal(self.member, inherited, has_lost_state=has_lost_state)
+        self._has_led = self._parts.place.membership.leads
         self.member.taken |= set(inherited)
         self.write_ledger()
         return self.must_go_back

@@ -183,7 +183,7 @@ class Rating:
         self._best = math.inf
         self._since = self._step = 0
         self._is_said = False
-        if needs_metric(scheduler):
+        if scheduler is not None and needs_metric(scheduler):
             _check(scheduler, options)
 
     def note(self, step: int, scores: Mapping[str, float]) -> None:

@@ -48,10 +48,11 @@ class Watching:
     """
 
     def __init__(self, config: RunConfig, folder: RunFolder | None, membership: Membership) -> None:
-        register_recorder()
         self.lines: list[str] = []
         """What is to be said about it when the loop begins."""
         self._asked = env.read_observation()
+        if self._asked.trace_step:
+            register_recorder()
         self.trace_step = config.options.trace_step or self._asked.trace_step
         """The step to be recorded stage by stage; 0 for none."""
         self.steps_to_record = {self.trace_step}
@@ -122,8 +123,9 @@ class Watching:
     def start_timeline(self, rank: int) -> None:
         """Record spans from now on; an engine that is alone looks only when it is made."""
         self._rank = rank
-        is_taken = spans_are_on() or self._asked.timeline
-        if self._folder is None or not self._config.options.timeline or is_taken:
+        if self._folder is None or not self._config.options.timeline or self._asked.timeline:
+            return
+        if spans_are_on():
             return
         try:
             start_spans(self._folder.timeline, rank)

@@ -181,8 +181,9 @@ def _refuse_misuse(model: _Shareable, optimizer: Optimizer) -> None:
             "The model has been trained before its update was shared out.",
             advice="Call shard_update() right after wrapping, before the first backward.",
         )
-    refuse_other_params(model.parameters(), optimizer)
-    trained = set(map(id, params_of(optimizer)))
+    stepped = params_of(optimizer)
+    refuse_other_params(model.parameters(), stepped)
+    trained = set(map(id, stepped))
     wanting = [n for n, p in model.named_parameters() if p.requires_grad and id(p) not in trained]
     if wanting:
         raise UsageError(

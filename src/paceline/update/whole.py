@@ -118,7 +118,8 @@ class WholeUpdate:
                 "and a run hands it the gradients of one pass.",
                 advice="Use an optimizer whose step() needs no closure.",
             )
-        refuse_other_params(params, optimizer)
+        self._trained = params_of(optimizer)
+        refuse_other_params(params, self._trained)
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm is {clip_norm}.", advice="Pass a number above 0, or None.")
         if scaler is not None and not scaler.is_enabled():
@@ -128,13 +129,12 @@ class WholeUpdate:
         self._params, self._optimizer, self._scaler = params, optimizer, scaler
         self._scheduler, self._clip_norm, self._average = scheduler, clip_norm, average
         self._finite = finite
-        self._trained = params_of(optimizer)
         self._step = 0
         self._refusal: Any = None
         self._is_stepping = False  # a step of the optimizer may be one of others that it wraps
         self._noted: tuple[Parameter, int, int] | None = None
         self._schedule_at: Any = None
-        self._needs_metric = needs_metric(scheduler)
+        self._needs_metric = scheduler is not None and needs_metric(scheduler)
 
     @property
     def loss_scale(self) -> float:
@@ -267,7 +267,7 @@ class WholeUpdate:
 
 def needs_metric(scheduler: Any) -> bool:
     """Whether it steps on a metric, as `ReduceLROnPlateau` does, and not once per step."""
-    return scheduler is not None and "metrics" in inspect.signature(scheduler.step).parameters
+    return "metrics" in inspect.signature(scheduler.step).parameters
 
 
 def _refuse_user_step(*_: Any) -> None:
@@ -277,10 +277,10 @@ def _refuse_user_step(*_: Any) -> None:
     )
 
 
-def refuse_other_params(params: Iterable[Parameter], optimizer: Optimizer) -> None:
+def refuse_other_params(params: Iterable[Parameter], trained: Iterable[Parameter]) -> None:
     """Raise if an optimizer has parameters that are not among these of the model."""
     known = {id(param) for param in params}
-    strange = [tuple(p.shape) for p in params_of(optimizer) if id(p) not in known]
+    strange = [tuple(p.shape) for p in trained if id(p) not in known]
     if strange:
         raise UsageError(
             f"The optimizer has {len(strange)} parameters that are not the model's, the first of "
