@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from paceline import env
 from paceline.errors import DesyncError
-from paceline.group import Membership, default_group
+from paceline.group import Membership
 from paceline.telemetry import follow_optimizers
 
 WINDOW_S = 120.0
@@ -51,7 +51,8 @@ class Loner:
 
     @contextmanager
     def _waits(self, group: Any, what: str) -> Iterator[None]:
-        store: Any = group.get_group_store() if group is default_group() else None
+        world: Any = dist.group.WORLD
+        store = world.get_group_store() if group is world else None
         if store is not None:
             store.set(_KEY, f"rank {group.rank()} waits for it {what}")
         try:
@@ -75,7 +76,8 @@ class Loner:
             return
         self._looked_s, word = now_s, ""
         with suppress(Exception):
-            store = default_group().get_group_store()
+            world: Any = dist.group.WORLD
+            store = world.get_group_store()
             word = store.get(_KEY).decode() if store.check([_KEY]) else ""
         if word != self._word:
             self._word, self._since_s, self._steps = word, now_s, 0

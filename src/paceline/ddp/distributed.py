@@ -89,13 +89,13 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         options: DDPOptions = DEFAULT_OPTIONS,
     ) -> None:
         check_arguments(module, delay_all_reduce_named_params, param_to_hook_all_reduce, options)
+        capacities = bucket_capacities(bucket_cap_mb, bucket_cap_mb_list)
         membership = pick_membership(process_group, device_mesh)
         group = membership.group
         named = checks.named_parameters(module)
         buffers = checks.named_buffers(module)
         problem = checks.find_problem(named, buffers, device_ids, output_device)
         device = named[0][1].device if named else torch.device("cpu")
-        capacities = bucket_capacities(bucket_cap_mb, bucket_cap_mb_list)
         # torch's newer argument speaks of forward passes only; the older one of wrapping as well.
         sync_buffers_now = forward_sync_buffers is not None or broadcast_buffers is not False
         identity = 0
@@ -344,7 +344,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         observer: Observer | None = None,
     ) -> None:
         module: Any = self._modules["module"]
-        sparse = checks.sparse_names(module)
+        sparse, check = checks.sparse_names(module), checks.ModelCheck(module)
         reducer = Reducer(
             named,
             self.membership,
@@ -361,7 +361,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         reducer.agreement.compares &= self._ddp_options.compare_parameters
         self.__dict__["_reducer"] = reducer
         self.on_generation()
-        reducer.check_model = checks.ModelCheck(module)
+        reducer.check_model = check
         if reducer.size > 1:
             reducer.attach()
         if self._ddp_options.check_every:

@@ -53,6 +53,7 @@ from paceline.run.fit import make_fit
 from paceline.run.loader import (
     MapLoader,
     StreamLoader,
+    loading,
     make_plan,
     refuse_other_samples,
     sum_up_samples,
@@ -71,7 +72,6 @@ from paceline.run.parts import (
     RunProgress,
     Training,
     count_passes,
-    loading,
     opening_lines,
 )
 from paceline.run.recovery import Exchanges, Survival
@@ -162,9 +162,10 @@ def build_run(config: RunConfig) -> RunParts:
     if island is not None:
         facts["islands"] = island.count
         config.seed = island.seed(config.seed)
+    agreed = {**facts, **config.to_agree_on()}
     saving.identify(facts, before)
     watching = Watching(config, folder, members)
-    agreed = {**facts, **config.to_agree_on(), "trace_step": watching.trace_step}
+    agreed["trace_step"] = watching.trace_step
     if plan is not None and plan.lanes is None and (members.size > 1 or link is not None):
         agreed[SAMPLES] = sum_up_samples(
             config.dataset, plan.samples, config.seed, config.loader_workers
@@ -179,8 +180,8 @@ def build_run(config: RunConfig) -> RunParts:
         undo.callback(watching.end)
         watching.start_timeline(world.rank)
         engine = _make_engine(model, config, place, shards, audit)
-        fit.attach(engine)
-        watching.note_engine(engine)
+        if fit.is_on:
+            fit.attach(engine)
         shares_out = _share_out(engine, config, shares_out, can_survive=can_survive)
         state.note_sharing(is_kept=shares_out and link is not None)
         position, sums = state.load(saved) if saved else (Position(), {})
@@ -216,7 +217,7 @@ def build_run(config: RunConfig) -> RunParts:
     shortest_batch = math.inf if plan is None else plan.shortest_batch
     made = _make_loader(config, plan, shards, members, settings, saved)
     feed = Feed(made, shortest_batch, signals, settings)
-    watching.note_progress(position.step, None if plan is None else plan.steps)
+    watching.note(engine, position.step, None if plan is None else plan.steps)
     may_cut = _may_cut(config, plan)
     lines = opening_lines(config, world, device, shards, plan, position, may_cut=may_cut)
     if shares_out:

@@ -133,7 +133,7 @@ class Fit:
 
     def attach(self, engine: Any) -> None:
         """Have the engines tell in time when memory runs out on a worker."""
-        for each in getattr(engine, "engines", {"": engine}).values() if self.is_on else ():
+        for each in getattr(engine, "engines", {"": engine}).values():
             if isinstance(each, DistributedDataParallel):
                 each.reducer.agreement.is_awaited = True
             elif not hasattr(each, "run_short"):

@@ -212,8 +212,10 @@ class Healing:
             exchanges.asked = len(verdict.results)  # the loop's code after this step is not for it
         # What a dead one was writing may be there or not: it is written once more.
         parts.outlets.saving.saved_step = verdict.saved
-        training.engine.identity = verdict.identity
-        training.fit.load_state_dict(verdict.fit)
+        if mine.identity != verdict.identity:
+            training.engine.identity = verdict.identity
+        if mine.fit != verdict.fit:
+            training.fit.load_state_dict(verdict.fit)
         if training.buffers is not None:
             training.buffers.live.update(verdict.live)
 

@@ -46,6 +46,7 @@ from paceline.errors import DesyncError, UsageError
 from paceline.group import Membership, all_gather, named_leaves
 from paceline.run.config import Collate, RunConfig
 from paceline.run.forks import LivingBatches, living_context
+from paceline.run.stop import LoaderSignals
 
 
 def make_plan(
@@ -189,6 +190,14 @@ class ShardFetcher(Dataset[Any]):
         self._epoch = epoch
         if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
             set_epoch(epoch)
+
+
+def loading(pins: bool, prefetch: int, signals: LoaderSignals, workers: int) -> dict[str, Any]:
+    """Settings for a `DataLoader` with so many processes."""
+    settings: dict[str, Any] = {"num_workers": workers, "pin_memory": pins}
+    if workers > 0:
+        settings |= {"prefetch_factor": prefetch, "worker_init_fn": signals.on_start}
+    return settings
 
 
 def make_loader(

@@ -104,14 +104,6 @@ class Feed:
     """The arguments of a `DataLoader` with so many processes that say how it loads, not what."""
 
 
-def loading(pins: bool, prefetch: int, signals: LoaderSignals, workers: int) -> dict[str, Any]:
-    """Settings for a `DataLoader` with so many processes."""
-    settings: dict[str, Any] = {"num_workers": workers, "pin_memory": pins}
-    if workers > 0:
-        settings |= {"prefetch_factor": prefetch, "worker_init_fn": signals.on_start}
-    return settings
-
-
 @dataclass(frozen=True, slots=True)
 class Outlets:
     """Where everything goes that a run tells and saves."""

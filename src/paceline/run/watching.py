@@ -74,22 +74,20 @@ class Watching:
             if config.options.timeline:
                 self.lines.append("There is no timeline: that needs folder= of Run.")
 
-    def note_progress(self, step: int, steps: int | None) -> None:
+    def note(self, engine: object, step: int, steps: int | None) -> None:
         """The run continues after `step` steps of all `steps`, which may leave none to record.
 
-        Without `steps` it is a stream, whose samples have no numbers.
+        Without `steps` it is a stream, whose samples have no numbers. Stages are known of one
+        engine only.
         """
+        self._can_record = isinstance(engine, DistributedDataParallel)
+        if self.trace_step and not self._can_record:
+            self._say_why_not(f"{type(engine).__name__} has no stages to record")
         self._dataset = None if steps is None else self._config.dataset
         if 0 < self.trace_step <= step:
             self._say_why_not("it is applied already")
         elif steps is not None and self.trace_step > steps:
             self._say_why_not(f"the run has {steps} steps")
-
-    def note_engine(self, engine: object) -> None:
-        """Stages are known of one engine only."""
-        self._can_record = isinstance(engine, DistributedDataParallel)
-        if self.trace_step and not self._can_record:
-            self._say_why_not(f"{type(engine).__name__} has no stages to record")
 
     def _say_why_not(self, reason: str) -> None:
         self.lines.append(f"Step {self.trace_step} is not recorded: {reason}.")

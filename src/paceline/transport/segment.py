@@ -136,7 +136,8 @@ def share_memory(
 
     Of `total_bytes` about `used_bytes` will be touched.
     """
-    is_leader = group.rank() == hosts.neighbours[0]
+    leader = hosts.neighbours[0]
+    is_leader = group.rank() == leader
     memory: mmap.mmap | None = None
     offer, problem, descriptor = None, "", -1
     if is_leader:
@@ -146,7 +147,7 @@ def share_memory(
             problem = f"rank {group.rank()} got no {used_bytes:,} bytes: {error}"
     try:
         offers = exchange(group, offer, _CPU, what)
-        theirs = offers[hosts.neighbours[0]]
+        theirs = offers[leader]
         if not is_leader and theirs is not None:
             try:
                 memory = _open(*theirs, size_bytes=total_bytes)

@@ -303,8 +303,9 @@ def choose_transport(group: Group, devices: Sequence[torch.device], kind: Kind) 
     All ranks of the group must call it. `kind` may differ between them: one rank that cannot or
     does not want to share memory decides for all.
     """
+    wanted, host = map(env.read, (env.TRANSPORT_VARIABLE, env.HOST_VARIABLE))
     if kind == "auto":
-        kind = cast("Kind", check_transport(env.read(env.TRANSPORT_VARIABLE) or "auto"))
+        kind = cast("Kind", check_transport(wanted or "auto"))
     if group.size() == 1:
         return C10d(group, "a world of one has nothing to send")
     others = ", ".join(sorted({device.type for device in devices if device.type != "cpu"}))
@@ -312,7 +313,7 @@ def choose_transport(group: Group, devices: Sequence[torch.device], kind: Kind) 
     if elsewhere and kind != "shared_memory":
         return C10d(group, elsewhere)  # the usual case there
     obstacle = "it was asked for" if kind == "c10d" else elsewhere or why_memory_cannot_be_shared()
-    mine = [host_identity(), os.getpid(), obstacle, secrets.token_hex(8)]
+    mine = [host_identity(host), os.getpid(), obstacle, secrets.token_hex(8)]
     everyone = exchange(group, mine, torch.device("cpu"), "Choosing a transport")
     transport, why = _try_to_share(group, everyone)
     if transport is not None:
@@ -336,10 +337,10 @@ def _try_to_share(group: Group, everyone: Sequence[list[str]]) -> tuple[Transpor
     hosts = group_by_host([entry[0] for entry in everyone], group.rank())
     if max(map(len, hosts.ranks_by_host)) == 1:
         return None, "every rank is on a host of its own"
+    ranks = hosts.neighbours
     segment, problem = share_segment(group, hosts, [SLOT_BYTES] * SLOTS, "Sharing memory")
     if segment is None:
         return None, problem
-    ranks = hosts.neighbours
     peers = Peers(group, ranks, [int(everyone[rank][1]) for rank in ranks])
     channel = HostChannel(segment, peers)
     if len(hosts.ranks_by_host) == 1:
@@ -358,14 +359,15 @@ def group_by_host(identities: Sequence[str], rank: int) -> Hosts:
     return Hosts(ranks_by_host, mine)
 
 
-def host_identity() -> str:
-    """The same text for ranks that can share memory, another for those that cannot."""
+def host_identity(name: str = "") -> str:
+    """The same text for ranks that can share memory, another for those that cannot; `name` sets
+    ranks of one machine apart."""
     boot, namespace = platform.node(), ""
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     with suppress(OSError):
         namespace = os.readlink("/proc/self/ns/pid")
-    return "/".join([boot, namespace, str(os.geteuid()), env.read(env.HOST_VARIABLE)])
+    return "/".join([boot, namespace, str(os.geteuid()), name])
 
 
 def why_memory_cannot_be_shared() -> str | None:

@@ -77,6 +77,7 @@ class SharedBuckets:
         self.group, self.ranks = group, ranks = peers.group, peers.ranks
         self.position = position = ranks.index(group.rank())
         self._size: int = group.size()
+        segment.leave_with(self, position)
         self.homes = [segment.bucket(position, b, flat) for b, flat in enumerate(flats)]
         """Where this rank's buckets lie; nothing here keeps another reference to their storage."""
         self._addresses = [home.data_ptr() for home in self.homes]
@@ -92,7 +93,6 @@ class SharedBuckets:
         """Buckets that wait for this rank's part of the work, and what that is."""
         self._chunks: dict[tuple[int, int], list[Chunk]] = {}
         self._wide = torch.empty(0, dtype=torch.float32)
-        segment.leave_with(self, position)
 
     def divides(self, dtype: torch.dtype) -> bool:
         return dtype in SUMMED_IN_FLOAT32
