@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.group.store import NONCE_BYTES, make_key
+from paceline.group.sockets import NONCE_BYTES, make_key
 from paceline.launcher import channel as channel_module
 from paceline.launcher.channel import (
     MESSAGE_BYTES,

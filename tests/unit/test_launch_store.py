@@ -18,7 +18,15 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from paceline.group.store import NONCE_BYTES, Query, Refused, call, make_key, pack_number, pack_text
+from paceline.group.sockets import (
+    NONCE_BYTES,
+    Query,
+    Refused,
+    call,
+    make_key,
+    pack_number,
+    pack_text,
+)
 from paceline.group.world import LauncherStore
 from paceline.launcher import store as store_module
 from paceline.launcher.space import MAX_VALUE_BYTES
@@ -157,7 +165,7 @@ def test_an_answer_that_an_interrupt_left_unread_is_not_taken_for_the_next(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("paceline.group.store.receive_all", interrupt)
+        patch.setattr("paceline.group.sockets.receive_all", interrupt)
         with pytest.raises(KeyboardInterrupt):
             store.add("n", 1)
     assert store.add("n", 4) == 5

@@ -372,7 +372,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         reducer, size = self._reducer, self.membership.size
         if reducer.observer is None:
             reducer.observer = begin_observing(self.membership, self.device)
-        if size > 1:
+        if size > 1 and self.__dict__.get("_is_alone", True):
             announce_exit()
         self.__dict__["_is_alone"] = size == 1
         self.__dict__["_is_plain"] = (

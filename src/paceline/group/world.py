@@ -33,8 +33,7 @@ from paceline.errors import (
 from paceline.group.collectives import give_way_at_exit
 from paceline.group.device import CPU, pick_backend, take_device
 from paceline.group.membership import Membership
-from paceline.group.sockets import CONNECTIONS, interface_towards, is_served, listen
-from paceline.group.store import StoreClient
+from paceline.group.sockets import CONNECTIONS, StoreClient, interface_towards, is_served, listen
 from paceline.group.values import broadcast_value, gather_value, reduce_value
 from paceline.torch_private import HashStore, PrefixStore, Store, TCPStore
 
