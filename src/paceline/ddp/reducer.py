@@ -383,8 +383,9 @@ class Reducer(BackwardFollower):
             what = f"Step {self.steps}: the sum of the sparse gradient of {ref.name!r}"
             share = factor / self.size
             average_sparse(self.membership.group, ref, share, what, is_shadow=current.is_shadow)
-        self.refuse_second_average(current)  # of other ranks, which had zeroed theirs
-        current.put_back()
+        if current.aside:
+            self.refuse_second_average(current)  # of other ranks, which had zeroed theirs
+            current.put_back()
 
     def _adopt(self, factor: float | Tensor) -> None:
         """Average what the newly unfrozen parameters have, and follow them from now on."""

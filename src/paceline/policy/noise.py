@@ -145,16 +145,17 @@ class NoiseMeter:
     def is_measuring(self) -> bool:
         return bool(self._handles)
 
-    def begin(self, step: int) -> None:
-        """A step begins; its number alone decides whether it is measured, so all ranks agree."""
+    def begin(self, step: int) -> bool:
+        """A step begins; whether it is measured: its number alone decides, so all ranks agree."""
         self.cancel()
         if step % self.every:
-            return
+            return False
         self._step = step
         self._measured = [p for p in self._parameters if p.requires_grad]
         for number, parameter in enumerate(self._measured):
             hook = partial(self._on_grad, number)
             self._handles.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+        return self.is_measuring
 
     def add(self, rows: float, *, is_mean: bool = False) -> None:
         """Note that one shard's backward has ended; its loss was a sum over `rows`, or their mean.

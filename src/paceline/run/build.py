@@ -208,7 +208,7 @@ def build_run(config: RunConfig) -> RunParts:
         state,
         audit,
         fit,
-        StateObjects(config.state or {}),
+        StateObjects(config.state) if config.state else None,
     )
     training.generators.seed(config.seed, "between", position.step)
     signals = LoaderSignals()

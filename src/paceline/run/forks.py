@@ -139,10 +139,10 @@ class LivingBatches:
         self._make, self._left, self._deaths = make, iter(items), 0
         self._batches = self._begin()
 
-    @property
-    def queue(self) -> Any:
-        """Where the batches wait that other processes have loaded; None without such processes."""
-        return find_queue(self._batches)
+    def qsize(self) -> int | None:
+        """How many batches wait here; None where they cannot be counted."""
+        queue = find_queue(self._batches)
+        return None if queue is None else int(queue.qsize())
 
     def _begin(self) -> Iterator[Any]:
         """Load from the first batch on that was not given."""

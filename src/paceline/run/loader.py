@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import suppress
 from ctypes import string_at
 from dataclasses import replace
+from functools import partial
 from itertools import count, islice, tee
 from typing import Any, NamedTuple
 
@@ -126,11 +127,9 @@ class MapLoader:
             dataset if lanes is None else DealtFiles(dataset, lanes), config.seed
         )
         self._collate = config.collate_fn
-        self._batches: LivingBatches | None = None
-
-    @property
-    def queue(self) -> Any:
-        return None if self._batches is None else self._batches.queue
+        self._batches: Iterator[Any] | None = None
+        self.queue: LivingBatches | None = None
+        """Where the batches wait that other processes have loaded; None without such processes."""
 
     def portions(self, done: Position) -> Iterator[Portion]:
         """What this worker of the current generation computes in every step after `done`."""
@@ -146,10 +145,9 @@ class MapLoader:
                 loading["num_workers"], mine, is_merged=plan.merge_shards
             )
             loading = {**loading, "num_workers": workers}
-        fetcher, collate = self._fetcher, self._collate
-        self._batches = LivingBatches(
-            lambda shards: make_loader(fetcher, loading, collate, shards), shards
-        )
+        make = partial(make_loader, self._fetcher, loading, self._collate)
+        self.queue = LivingBatches(make, shards) if loading["num_workers"] else None
+        self._batches = self.queue or iter(make(shards))
         return now
 
     def cut_into(self, shards: int) -> None:
@@ -166,7 +164,7 @@ class MapLoader:
 
     def close(self) -> None:
         """Let the loader's processes go."""
-        self._batches = None
+        self._batches = self.queue = None
 
 
 class ShardFetcher(Dataset[Any]):
@@ -237,10 +235,7 @@ class StreamLoader:
         self._loading = {**loading, "num_workers": min(loading["num_workers"], 1)}
         self._batches: dict[int, Any] = {}
         self._reading: LivingBatches | None = None
-
-    @property
-    def queue(self) -> Any:
-        return None if self._reading is None else self._reading.queue
+        self.queue: LivingBatches | None = None
 
     def portions(self, done: Position) -> Iterator[Portion]:
         """What this worker of the current generation computes in every step after `done`."""
@@ -265,7 +260,7 @@ class StreamLoader:
         return self._batches.pop(shard.number)
 
     def close(self) -> None:
-        self._reading = None
+        self._reading = self.queue = None
 
     def _read(self, epoch: int, skipped: int, step: int) -> Iterator[Read]:
         """One epoch from its batch `skipped` on, of which every worker has read as much."""
@@ -287,6 +282,7 @@ class StreamLoader:
             return make_loader(stream, loading, _as_it_is)
 
         self._reading = LivingBatches(make, count(skipped))
+        self.queue = self._reading if loading["num_workers"] else None
         own = Generators()
         stream_state: tuple[Any, ...] | None = None
         while self._reading is not None:

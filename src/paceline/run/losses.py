@@ -133,8 +133,6 @@ def refuse_talks(step: int, shards: int, size: int) -> NoReturn:
 
 def read_items(step: int, items: float | Tensor) -> float:
     """How many items a loss is over."""
-    if type(items) is int and items >= 0:
-        return items
     try:
         number = float(items)
     except (TypeError, ValueError, RuntimeError):
@@ -146,12 +144,6 @@ def read_items(step: int, items: float | Tensor) -> float:
             advice="Pass the number of samples or tokens, from 0 up.",
         )
     return number
-
-
-def read_rate(optimizer: Any) -> float | None:
-    """What the first group learns with, where it is a plain number."""
-    lr = optimizer.param_groups[0].get("lr")
-    return lr if isinstance(lr, int | float) else None
 
 
 # Note [Weights]

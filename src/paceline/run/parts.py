@@ -80,16 +80,14 @@ class Training:
     state: RunState
     audit: Audit
     fit: Fit
-    objects: StateObjects
-
-    def keep(self) -> tuple[Any, Any]:
-        """What a block may change besides the model: generators, and the script's objects."""
-        return self.generators.state(), self.objects.keep()
+    objects: StateObjects | None
+    """The script's own; None where it has passed none."""
 
     def put_back(self, kept: tuple[Any, Any], step: int) -> None:
-        """Leave them as they were before the block of `step`."""
+        """Leave generators and the script's objects as they were before the block of `step`."""
         self.generators.restore(kept[0])
-        self.objects.put_back(kept[1], step)
+        if self.objects is not None:
+            self.objects.put_back(kept[1], step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +256,9 @@ class RunParts:
     def __post_init__(self) -> None:
         self.exchanges.recovery, fit = self.recovery, self.training.fit
         fit.on_change, fit.passes = self.count_passes, self._passes
-        fit.tell = self.training.objects.tell = partial(self.outlets.sinks.tell, "message")
+        fit.tell = partial(self.outlets.sinks.tell, "message")
+        if self.training.objects is not None:
+            self.training.objects.tell = fit.tell
         self.place.membership.follow(self.on_generation)
         self.count_passes()
         self.cut = Cut(self)
@@ -281,7 +281,8 @@ class RunParts:
         """Leave lost workers to it."""
         self.recovery = self.exchanges.recovery = recovery
         self.vote.is_due, self.stop.leave = recovery.is_due, recovery.ask_to_leave
-        self.training.objects.looks_at_large = True
+        if self.training.objects is not None:
+            self.training.objects.looks_at_large = True
         self.count_passes()
 
     def on_generation(self) -> None:

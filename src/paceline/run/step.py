@@ -26,7 +26,7 @@ from paceline.run.joint import JointLoss, say_not_recorded
 from paceline.run.parts import Outcome, RunParts
 from paceline.telemetry import Message, Phase
 from paceline.transport import mean_factor
-from paceline.update import Loss
+from paceline.update import Loss, read_rate
 
 
 class Step:
@@ -66,7 +66,7 @@ class Step:
         self._dealing, self._around, self._on_fail = parts.dealing, ExitStack(), on_fail
         self._audit, self._fit, self._cut = parts.training.audit, parts.training.fit, parts.cut
         self._recording: StepRecording | None = None
-        self._has_told = False
+        self._objects, self._has_told = parts.training.objects, False
         self.before: Any = None
         self._begin_s = self._clock_s = 0.0
         self._key: tuple[int, ...] = (self.number,)
@@ -112,7 +112,9 @@ class Step:
             )
         self._begin_s = time.perf_counter()
         self._begin()
-        self.before, self._talks = self._training.keep(), self._progress.count_talks()
+        kept = None if self._objects is None else self._objects.keep()
+        self.before = self._training.generators.state(), kept
+        self._talks = self._progress.count_talks()
         return self
 
     def _begin(self) -> None:
@@ -121,27 +123,24 @@ class Step:
         if number in self._outlets.watching.steps_to_record:
             self._begin_recording()
         training.update.begin(number)
+        self.lr = read_rate(self._config.optimizer)
         training.engine.begin_step(number)
         if self._note is not None:
             self._note[0] = number
         self.state, self._recovery.is_apart = Outcome.OPEN, False
         self._metrics.step = number
-        self.lr = losses.read_rate(self._config.optimizer)
         if training.buffers is not None:
             training.buffers.begin(self._busy, self._feed.loader.first_rank)
         self._scale = self._progress.size / self.samples
         if training.precision.is_short or self._config.options.same_bits:
             self._scale, self._is_weighted = 1 / self.samples, True
         self._has_idle_worker = self._busy < self._progress.size
-        if training.noise is not None:
-            training.noise.begin(number)
-            if training.noise.is_measuring:
-                self._scale, self._is_weighted = 1.0, True
+        if training.noise is not None and training.noise.begin(number):
+            self._scale, self._is_weighted = 1.0, True
 
     def _begin_recording(self) -> None:
         indices = [index for shard in self._shards for index in shard.indices]
-        record, sinks = self._outlets.watching.recording, self._outlets.sinks
-        recording = record(self.number, self._training.engine, indices, sinks)
+        recording = self._outlets.watching.recording(self.number, self._training.engine, indices)
         self._recording = self._around.enter_context(recording)
 
     def _drop_recording(self, cause: BaseException) -> None:
@@ -198,7 +197,7 @@ class Step:
         if self.state is not Outcome.OPEN or self._shard is not None or self._computed is not None:
             losses.refuse_loop(self.number, what, is_entered=self.state is not Outcome.NEW)
         self._has_told |= self._progress.count_talks() != self._talks
-        self._at_loop = self._training.objects.keep()
+        self._at_loop = None if self._objects is None else self._objects.keep()
         self._metrics.begin_loop()
 
     def _load(self, shard: Shard) -> Any:
@@ -276,7 +275,8 @@ class Step:
             return False
         self._deal(portion)
         self._begin()
-        self._training.objects.put_back(self._at_loop, self.number)
+        if self._objects is not None:
+            self._objects.put_back(self._at_loop or {}, self.number)
         self._metrics.begin_again()
         return True
 
@@ -339,9 +339,9 @@ class Step:
         if shard is self._last:
             self._refuse_talks()  # before the engine's own, which are in this backward
         self._lap(Phase.FORWARD)
-        count: float = len(shard.indices)
-        if items is not None:
-            count = losses.read_items(self.number, items)
+        count: Any = len(shard.indices) if items is None else items
+        if type(count) is not int or count < 0:
+            count = losses.read_items(self.number, count)
         if self._has_items not in (None, items is not None):
             losses.refuse_some_items(self.number)
         self._has_items = items is not None

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from paceline.data import Portion, Position, Shard
 from paceline.errors import PeerError, UsageError, did_you_mean
-from paceline.run.losses import read_rate
 from paceline.run.models import TurnEngine, TurnUpdate
 from paceline.run.parts import Outcome, RunParts
 from paceline.run.step import Step
 from paceline.telemetry import Phase
+from paceline.update import read_rate
 
 
 class TurnLost(PeerError):

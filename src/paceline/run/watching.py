@@ -176,9 +176,7 @@ class Watching:
             stop_spans()
 
     @contextmanager
-    def recording(
-        self, number: int, model: Any, indices: Sequence[int], sinks: Sinks
-    ) -> Iterator[StepRecording]:
+    def recording(self, number: int, model: Any, indices: Sequence[int]) -> Iterator[StepRecording]:
         """Put this around step `number`, of which this worker computes samples `indices`."""
         folder = self._folder
         with record.record_step(
@@ -188,7 +186,10 @@ class Watching:
             if self._dataset is not None:
                 recording.note_batch(indices)
             yield recording
-        if recording.trace is None or folder is None or model.process_group.rank() != 0:
+        sinks = self._sinks
+        if recording.trace is None or folder is None or sinks is None:
+            return
+        if model.process_group.rank() != 0:
             return
         said = Message(f"Step {number} is recorded: `paceline trace {folder.path}`.")
         try:

@@ -15,4 +15,5 @@ from paceline.update.whole import Update as Update
 from paceline.update.whole import WholeUpdate as WholeUpdate
 from paceline.update.whole import check_update as check_update
 from paceline.update.whole import needs_metric as needs_metric
+from paceline.update.whole import read_rate as read_rate
 from paceline.update.whole import total_norm as total_norm

@@ -265,6 +265,12 @@ class WholeUpdate:
             )
 
 
+def read_rate(optimizer: Any) -> float | None:
+    """What the first group learns with, where it is a plain number."""
+    lr = optimizer.param_groups[0].get("lr")
+    return lr if isinstance(lr, int | float) else None
+
+
 def needs_metric(scheduler: Any) -> bool:
     """Whether it steps on a metric, as `ReduceLROnPlateau` does, and not once per step."""
     return "metrics" in inspect.signature(scheduler.step).parameters
