@@ -90,13 +90,14 @@ class Reducer(BackwardFollower):
         """Hook every parameter; a reducer that averaged nothing but these lets go."""
         if self.arrivals.is_hooked:
             return
-        mine = {id(param) for param in self.parameters}
-        for param in self.parameters:
+        params = list(self.parameters)
+        mine = set(map(id, params))
+        for param in params:
             for hook in list((accumulated_grad_hooks(param) or {}).values()):
                 owner = getattr(hook, "reducer", None)
                 if isinstance(owner, Reducer) and mine.issuperset(map(id, owner.parameters)):
                     owner.detach()
-        self.arrivals.hook(self.parameters, self._make_hook())
+        self.arrivals.hook(params, self._make_hook())
 
     def detach(self) -> None:
         """Let go of every parameter: their gradients are no longer synchronised here."""

@@ -152,7 +152,8 @@ def start_broadcast(
 
 
 def _start(group: Group, what: str, tensor: Tensor, collective: Callable[[], Any]) -> Pending:
-    _device_waits.check()
+    if _device_waits.error is not None:
+        raise _device_waits.error
     try:
         return Pending(collective(), group, what, tensor.is_cpu)
     except RuntimeError as error:

@@ -47,7 +47,8 @@ class DeviceWaits:
         self._patience_s = patience_s
         self._watched: threading.Thread | None = None
         self._was_used = False
-        self._error: PeerError | None = None
+        self.error: PeerError | None = None
+        """Why the device no longer waits for what was started, once that is so."""
 
     def note(self, group: Any, what: str) -> None:
         """The device now waits for this; one event at a time is looked after, each by a thread."""
@@ -64,8 +65,8 @@ class DeviceWaits:
 
     def check(self) -> None:
         """Raise if the device no longer waits for what was started before."""
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def settle(self) -> None:
         """Wait until the device has done everything, and raise if it could not."""
@@ -83,7 +84,7 @@ class DeviceWaits:
                 left_s = time.monotonic() if self._has_left(group) else 0.0
             elif time.monotonic() - left_s > self._patience_s:
                 break
-        self._error = self._explain(group, what, RuntimeError("it waits for a rank that has left"))
+        self.error = self._explain(group, what, RuntimeError("it waits for a rank that has left"))
         self._abort()
 
 
