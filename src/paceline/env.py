@@ -38,6 +38,8 @@ REPLAY_VARIABLE = "PACELINE_REPLAY"
 """The step whose hashes are wanted, and after which a run ends its process."""
 ISLAND_VARIABLE = "PACELINE_ISLAND"
 """Tells a worker its island, as a launcher with --island has decided."""
+PARENT_VARIABLE = "PACELINE_PARENT"
+"""Tells the launcher of an island which process has started it, to end with that."""
 FIT_VARIABLE = "PACELINE_FIT"
 """A folder for what a run finds out about the sizes of pieces; then it ends its process."""
 TRANSPORT_VARIABLE = "PACELINE_TRANSPORT"
@@ -150,6 +152,12 @@ def take_survival() -> dict[str, Any] | None:
     given = read_survival()
     os.environ.pop(SURVIVAL_VARIABLE, None)
     return given
+
+
+def take_parent() -> int:
+    """The process with which this launcher is to end, once; 0 for none."""
+    text = os.environ.pop(PARENT_VARIABLE, "")
+    return int(text) if text.isdigit() else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,6 +476,16 @@ def _read_seconds(environ: Mapping[str, str], name: str, default: float) -> floa
             advice="Use a number from 0 up; 0 means never.",
         )
     return float(text)
+
+
+def catches_signal(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            caught = next((line for line in file if line.startswith(b"SigCgt:")), b"SigCgt: 0")
+    except OSError:
+        return False
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 def read_process(pid: int) -> tuple[bytes, float]:

@@ -77,6 +77,8 @@ for step in run:
             step.backward(cross_entropy(run.model(x), y))
         if (island, run.world.rank, step.number) == (1, 1, args.raise_at):
             raise KeyError("missing")
+    if step.number == 1:
+        (args.out / f"{island} trains").touch()
     if island == 1 and step.number == args.all_die_at:
         dead.touch()
         die_once(f"all died, {run.world.rank}")

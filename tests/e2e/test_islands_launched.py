@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 import torch
 
+from paceline.env import read_process
 from paceline.files import RunFolder, read_events, read_info
 
 SCRIPT = str(Path(__file__).with_name("islands_script.py"))
@@ -22,6 +27,35 @@ def start(out: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "paceline", "run", "--workers", "4", "--island", "2"]
     command += [SCRIPT, "--out", str(out), *flags]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+
+@contextmanager
+def running(out: Path) -> Iterator[tuple[subprocess.Popen[str], IO[str]]]:
+    """Two islands of two workers that train, for long; and what they have said."""
+    out.mkdir()
+    command = [sys.executable, "-m", "paceline", "run", "--workers", "4", "--island", "2"]
+    command += [SCRIPT, "--out", str(out), "--epochs", "1000000"]
+    with (
+        open(out / "said", "w+") as said,
+        subprocess.Popen(command, stdout=said, stderr=said, text=True) as launcher,
+    ):
+        try:
+            poll(lambda: len(list(out.glob("* trains"))) == 2)
+            yield launcher, said
+        finally:
+            launcher.terminate()
+
+
+def poll(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 120
+    while not is_so():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def has(said: IO[str], text: str, times: int) -> bool:
+    said.seek(0)
+    return said.read().count(text) == times
 
 
 def launch(out: Path, *flags: str) -> list[Any]:
@@ -102,3 +136,23 @@ def test_islands_that_cannot_be_formed_are_refused(flags: list[str]) -> None:
     command = [sys.executable, "-m", "paceline", "run", *flags, SCRIPT]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr.count("paceline run: ")) == (2, 1)
+
+
+def test_signals_that_add_a_worker_and_take_one_away_go_to_every_island(tmp_path: Path) -> None:
+    with running(tmp_path / "out") as (launcher, said):
+        launcher.send_signal(signal.SIGUSR2)
+        poll(lambda: has(said, "worker 1 has left", 2))
+        launcher.send_signal(signal.SIGUSR1)
+        poll(lambda: has(said, "all 2 workers train again", 2))
+        launcher.send_signal(signal.SIGHUP)
+        assert launcher.wait(120) == 128 + signal.SIGHUP
+        assert has(said, "stopped by SIGHUP", 2)
+
+
+def test_islands_whose_launcher_is_killed_end_in_order(tmp_path: Path) -> None:
+    with running(tmp_path / "out") as (launcher, said):
+        found = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        launcher.kill()
+        launcher.wait()
+        poll(lambda: all(read_process(int(pid))[0] in (b"", b"Z") for pid in found))
+        assert has(said, "paceline: stopped by SIGTERM", 1), "the other's pipe has no reader"

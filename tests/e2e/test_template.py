@@ -52,6 +52,24 @@ def test_a_template_that_is_closed_is_gone_and_says_so(tmp_path: Path) -> None:
         template.ask(["script.py"], {}, {0: 0}, leads_group=True)
 
 
+ORPHAN = """
+import os
+from paceline.launcher.template import become_worker
+reader, writer = os.pipe()
+os.write(writer, b"!")
+if os.fork() == 0:  # its parent is neither the launcher nor the process in between
+    become_worker({"numbers": [0]}, [0, reader], launcher=2**22 + 1, between=2**22 + 2)
+print(os.wait()[1])
+"""
+
+
+def test_a_worker_whose_launcher_is_killed_while_it_is_forked_ends() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", ORPHAN], capture_output=True, text=True, timeout=60
+    )
+    assert (ended.stdout, ended.stderr) == ("0\n", "")
+
+
 SLOW = "import os, sys, time; end = time.monotonic() + 1\nwhile time.monotonic() < end: {}\n"
 
 

@@ -94,6 +94,8 @@ def test_on_several_machines_the_one_that_leads_survives_errors_if_it_was_asked_
         survive_errors=True,
     )
     with ExitStack() as stack:
+        for number in (signal.SIGUSR1, signal.SIGUSR2):  # which a launcher ignores from then on
+            stack.callback(signal.signal, number, signal.getsignal(number))
         run = LocalRun(options, stack)
         rendezvous = nodes.Rendezvous(run)
         rendezvous.server = stack.enter_context(closing(StoreServer(run.private)))

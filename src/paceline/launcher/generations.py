@@ -218,7 +218,15 @@ class Generations(Workers):
             self._end(StopReason.of(end, lost_in=end.step))
         return self.end is None and (bool(self.roster.members) or not self.roster.is_finished)
 
-    def grow(self) -> None:
+    def resize(self, number: int) -> None:
+        if self.roster.machine_by_worker or not self.survives:
+            super().resize(number)
+        elif number == signal.SIGUSR1:
+            self._grow()
+        else:
+            self._shrink()
+
+    def _grow(self) -> None:
         """A person wants one worker more."""
         self.hear_all()
         size, shards = self.roster.size, self.facts.get("shards", 0)
@@ -232,7 +240,7 @@ class Generations(Workers):
         else:
             self._carry_out(self.roster.grow(time.monotonic()))
 
-    def shrink(self) -> None:
+    def _shrink(self) -> None:
         """A person wants one worker less."""
         self.hear_all()
         if not self.is_on:

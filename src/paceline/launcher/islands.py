@@ -33,6 +33,7 @@ from paceline.launcher.deaths import island_files
 from paceline.launcher.flags import FLAGS, LaunchOptions
 from paceline.launcher.plan import count_cores, count_workers, find_gpus
 from paceline.launcher.process import private_folder
+from paceline.launcher.workers import RESIZING
 
 LINGER_S = 60.0
 """How long the meeting place stays for islands that have yet to hear of the last round."""
@@ -135,6 +136,8 @@ class Archipelago:
         wanted = self._options.signals_to_handle
         numbers = [each for each in wanted if signal.getsignal(each) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self._pass_on) for number in numbers}
+        for each in {*RESIZING} - {*wanted}:
+            before[each] = signal.signal(each, self._resize)
         try:
             for number in range(self._count):
                 self._start(number)
@@ -151,6 +154,12 @@ class Archipelago:
     def _pass_on(self, number: int, _frame: Any) -> None:
         self._signal = number
         self._end(number)
+
+    def _resize(self, number: int, _frame: Any) -> None:
+        """Every island gets a worker more, or has one less."""
+        for launcher in self._launchers.values():
+            if env.catches_signal(launcher.pid, number):  # one that is starting would be ended
+                launcher.send_signal(number)
 
     def _end(self, number: int) -> None:
         for launcher in self._launchers.values():
@@ -196,6 +205,7 @@ class Archipelago:
         self._starts[number] += 1
         place = IslandPlace(number, self._count, self._address)
         own = {ISLAND_VARIABLE: str(place), **env.offer_command(sys.argv), **self._devices(number)}
+        own[env.PARENT_VARIABLE] = str(os.getpid())
         shown = subprocess.PIPE if number else None
         launcher = subprocess.Popen(
             self._command(number),

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -57,9 +58,10 @@ from paceline.launcher.plan import (
 from paceline.launcher.process import SignalInbox, WorkerProcess, private_folder
 from paceline.launcher.roster import Roster
 from paceline.launcher.store import StoreServer
-from paceline.launcher.supervise import RESIZING, Supervisor
+from paceline.launcher.supervise import Supervisor
 from paceline.launcher.template import Forked, Template, TemplateError
-from paceline.launcher.worker import Instructions
+from paceline.launcher.worker import Instructions, die_with
+from paceline.launcher.workers import RESIZING
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,6 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the script; the exit code."""
+    if parent := env.take_parent():
+        die_with(parent, signal.SIGTERM)
     given = {flag.dest: getattr(args, flag.dest) for flag in FLAGS}
     options = read_options(given, os.environ, args.script, tuple(args.script_args))
     check_program(options)
@@ -141,8 +145,7 @@ class LocalRun:
         """For error and log files; and for what no other user may reach."""
         self.console = open_console(os.environ)
         stack.callback(self.console.flush, LAST_WAIT_S)
-        resizing = RESIZING if self.survives and options.is_single_node else ()
-        self.inbox = stack.enter_context(closing(SignalInbox(options.signals_to_handle, *resizing)))
+        self.inbox = stack.enter_context(closing(SignalInbox(options.signals_to_handle, *RESIZING)))
         self.template: Template | None = None
         self.deaths = Deaths(options.survive_errors)
         is_island = bool(env.read(ISLAND_VARIABLE))  # then the launcher of all has said how

@@ -45,6 +45,7 @@ from paceline.launcher.starts import Starts
 from paceline.launcher.store import StoreServer
 from paceline.launcher.template import Template, has_orphans
 from paceline.launcher.worker import ALIVE, ALONE, FAILED, FAILED_UNSAID, HANGS, LOST_UNSAID, WAITS
+from paceline.launcher.workers import RESIZING
 from paceline.telemetry import count_text, read_terminal
 
 # How long a failure that only blames a peer waits for the peer's own.
@@ -56,10 +57,6 @@ GREETING_S = 0.05
 # The same Ctrl-C may arrive twice; one that comes later is another one.
 REPEAT_NS = 200_000_000
 STOPPING = "stopping, once more kills"
-RESIZING: dict[int, Callable[[Generations], None]] = {
-    signal.SIGUSR1: Generations.grow,
-    signal.SIGUSR2: Generations.shrink,
-}
 TRAIN_ALONE = (
     "{} train without a process group: each has a model of its own, which learns nothing from the "
     "others. For one training use paceline.Run, or paceline.init_process_group() and "
@@ -418,8 +415,8 @@ class Supervisor:
     def on_signal(self) -> None:
         for number in self.inbox.read() if self.inbox is not None else ():
             if number in RESIZING and number not in self.options.signals_to_handle:
-                if isinstance(self.generations, Generations) and not self.ending_since_ns:
-                    RESIZING[number](self.generations)
+                if not self.ending_since_ns:
+                    self.generations.resize(number)
             elif not self.ending_since_ns:
                 self.stop = StopReason.behind(number)
                 self.generations.pass_on(self.stop)

@@ -228,6 +228,7 @@ def _fork_twice(
         os.write(writer, b"%d" % -(error.errno or errno.EAGAIN))
     else:
         if between == 0:
+            between = os.getpid()
             try:
                 worker = os.fork()
             except OSError as error:
@@ -238,15 +239,18 @@ def _fork_twice(
             channel.close()
             os.close(reader)
             os.close(writer)
-            become_worker(request, fds, launcher)
+            become_worker(request, fds, launcher, between)
         os.waitpid(between, 0)  # from now on the worker is the launcher's child
     os.close(writer)
     with open(reader, "rb") as answer:
         return int(answer.read() or -errno.EAGAIN)
 
 
-def become_worker(request: dict[str, Any], fds: list[int], launcher: int) -> NoReturn:
-    """Be what a new interpreter would be that runs the worker's file, once the launcher says so."""
+def become_worker(request: dict[str, Any], fds: list[int], launcher: int, between: int) -> NoReturn:
+    """Be what a new interpreter would be that runs the worker's file, once the launcher says so.
+
+    The parent is the process in `between`, then the launcher; any other one if that has ended.
+    """
     from paceline.launcher import worker
 
     code: object = 1
@@ -256,7 +260,9 @@ def become_worker(request: dict[str, Any], fds: list[int], launcher: int) -> NoR
             os._exit(0)
         os.close(go)
         _move(fds, request["numbers"])
-        while os.getppid() != launcher:  # the process in between has not ended yet
+        while (parent := os.getppid()) != launcher:
+            if parent != between:
+                os._exit(0)
             time.sleep(0.0002)
         if request["leads_group"]:
             os.setpgid(0, 0)

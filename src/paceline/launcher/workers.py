@@ -7,6 +7,7 @@ have channels to each other: one leads and decides (`generations`), the others o
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import time
 from collections import deque
@@ -17,6 +18,9 @@ from typing import Any
 from paceline.group import LAST_GENERATION, Ledger, receive, send
 from paceline.launcher.channel import Channel, ChannelBroken
 from paceline.launcher.deaths import StopReason, WorkerExit
+
+RESIZING = (signal.SIGUSR1, signal.SIGUSR2)
+"""Signals to a launcher that add a worker and take one away; no launcher is ended by them."""
 
 
 @dataclass
@@ -116,6 +120,13 @@ class Workers:
         self._leavers.remove(end.rank)
         self._finished.discard(end.rank)
         return True
+
+    def resize(self, number: int) -> None:
+        """A person wants one worker more, or one less."""
+        self.say(
+            f"{signal.Signals(number).name} changes nothing here: workers are added and taken away "
+            "on one machine, without --no-survive."
+        )
 
     def explains_loss(self, worker: int) -> bool:
         """Whether a worker that says another one is gone can be right, as far as is known here."""
