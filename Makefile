@@ -27,7 +27,7 @@ TORCH_newest := 2.15
 
 help:  ## show this list (the default)
 	@echo "make TARGET, with PYTHON=/path/to/python to choose another Python than python3:"
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 10
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 15
 
 demo: $(VENV)/.installed  ## set up the environment, then train a small model on two CPU workers
 	@$(BIN)/paceline demo
