@@ -348,6 +348,14 @@ def test_what_does_not_go_with_islands_is_refused(
         Run(net, torch.optim.SGD(net.parameters(), lr=0.1), options=chosen, **values)
 
 
+def test_several_models_on_islands_are_refused() -> None:
+    net = nn.Linear(6, 2)
+    options = RunOptions(islands=Islands(), progress="quiet")
+    models = {"net": (net, torch.optim.SGD(net.parameters(), lr=0.1))}
+    with pytest.raises(UsageError, match="several models"):
+        Run(models, TensorDataset(X, Y), global_batch=12, epochs=1, options=options)
+
+
 def test_a_layer_that_is_unfrozen_later_is_refused() -> None:
     net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
     net[0].requires_grad_(False)

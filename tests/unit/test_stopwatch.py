@@ -158,3 +158,22 @@ def test_who_follows_optimizers_can_stop_in_the_middle_of_a_step() -> None:
     stop_after()
     optimizer.step()
     assert seen == [optimizer, "after", "after"]
+
+
+def test_who_waits_for_somebody_outside_of_the_group_is_not_taken_for_one_that_waits_for_it() -> (
+    None
+):
+    """Such as an island for the others: that ends by itself, and no worker here is at fault."""
+
+    class Group:
+        pass
+
+    group = Group()
+    stopwatch._watches[group] = Stopwatch()
+    with stopwatch.waiting(group):
+        found = stopwatch.where()
+        assert found is not None
+        assert found[1]
+    with stopwatch.waiting(group, elsewhere=True):
+        assert stopwatch.where() is None
+    assert stopwatch.where() is not None

@@ -164,17 +164,19 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def tell_of_waiting(around: Callable[[Group], AbstractContextManager[None]]) -> None:
+def tell_of_waiting(around: Callable[[Group, bool], AbstractContextManager[None]]) -> None:
     """From now on every collective that is waited for is waited for inside `around(group)`."""
     _around_waiting[0] = around
 
 
-_around_waiting: list[Callable[[Group], AbstractContextManager[None]]] = [lambda _: nullcontext()]
+_around_waiting: list[Callable[[Group, bool], AbstractContextManager[None]]] = [
+    lambda *_: nullcontext()
+]
 
 
-def waiting(group: Group) -> AbstractContextManager[None]:
-    """To be put around whatever else waits for ranks of the group."""
-    return _around_waiting[0](group)
+def waiting(group: Group, *, elsewhere: bool = False) -> AbstractContextManager[None]:
+    """To be put around whatever else waits for ranks of the group, or for somebody `elsewhere`."""
+    return _around_waiting[0](group, elsewhere)
 
 
 def all_reduce(group: Group, tensor: Tensor, what: str) -> None:

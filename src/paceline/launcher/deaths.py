@@ -23,7 +23,6 @@ from typing import Any, Literal
 from paceline import env
 from paceline.env import step_file
 from paceline.errors import describe_failure, first_line
-from paceline.islands import ISLAND_VARIABLE
 
 MAX_ERROR_BYTES = 4 * 2**20
 SAME_STEP = 3
@@ -198,19 +197,19 @@ class StopReason:
 
     @classmethod
     def behind(cls, number: int) -> StopReason:
-        """Why a launcher got a signal: to stop; or because another island here has failed."""
+        """Why a launcher got a signal: what its own launcher has written; or else to stop."""
         try:
-            with open(island_files(env.read(ISLAND_VARIABLE))[1], encoding="utf-8") as file:
+            with open(end_file(env.read(env.REASON_VARIABLE)), encoding="utf-8") as file:
                 return cls(text=file.read(), is_final=True)
         except OSError:
             return cls.by_signal(number)
 
-    def leave_for_islands(self) -> None:
-        """As the launcher of an island, for those of the others, if they are ended for this."""
-        place = env.read(ISLAND_VARIABLE)
-        if self.status == "failed" and place:
-            with suppress(OSError), open(island_files(place)[0], "w", encoding="utf-8") as file:
-                file.write(f"island {place.partition('/')[0]}: {self.text}")
+    def leave(self) -> None:
+        """Tell the launcher that has started this one, if one has, why the run has failed."""
+        path = env.read(env.REASON_VARIABLE)
+        if self.status == "failed" and path:
+            with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+                file.write(self.text)
 
     @property
     def status(self) -> Literal["stopped", "failed"]:
@@ -420,14 +419,9 @@ def read_error(path: str) -> dict[str, Any]:
         return {}
 
 
-def island_files(place: str) -> tuple[str, str]:
-    """Where the launcher of an island says why that has failed; and where all on this machine read
-    why they are ended, once the launcher of all has decided so."""
-    number, address = place.partition("/")[0], place.partition("@")[2]
-    if not os.path.isabs(address):
-        return "", ""
-    folder = os.path.dirname(address)
-    return os.path.join(folder, f"why {number}"), os.path.join(folder, "end")
+def end_file(reason_file: str) -> str:
+    """Where a launcher whose reason goes to this file finds why it is ended itself."""
+    return os.path.join(os.path.dirname(reason_file), "end")
 
 
 def read_step(error_file: str) -> int:

@@ -29,7 +29,7 @@ from paceline.errors import UsageError
 from paceline.group import listen, short_path
 from paceline.islands import ISLAND_VARIABLE, IslandPlace, RoundServer
 from paceline.islands import island_key as make_island_key
-from paceline.launcher.deaths import island_files
+from paceline.launcher.deaths import end_file
 from paceline.launcher.flags import FLAGS, LaunchOptions
 from paceline.launcher.plan import count_cores, count_workers, find_gpus
 from paceline.launcher.process import private_folder
@@ -193,19 +193,25 @@ class Archipelago:
 
     def _tell_why(self, number: int) -> None:
         """Let the other launchers know what the signal is for that they get."""
-        why, end = island_files(str(IslandPlace(number, self._count, self._address)))
+        text = f"island {number}"
         with suppress(OSError):
-            if os.path.exists(why):
-                os.rename(why, end)
-            else:
-                with open(end, "w", encoding="utf-8") as file:
-                    file.write(f"island {number} has failed")
+            try:
+                with open(self._reason_file(number), encoding="utf-8") as file:
+                    text += f": {file.read()}"
+            except FileNotFoundError:
+                text += " has failed"
+            with open(end_file(self._reason_file(number)), "w", encoding="utf-8") as file:
+                file.write(text)
+
+    def _reason_file(self, number: int) -> str:
+        return os.path.join(os.path.dirname(self._address), f"why {number}")
 
     def _start(self, number: int) -> None:
         self._starts[number] += 1
         place = IslandPlace(number, self._count, self._address)
         own = {ISLAND_VARIABLE: str(place), **env.offer_command(sys.argv), **self._devices(number)}
         own[env.PARENT_VARIABLE] = str(os.getpid())
+        own[env.REASON_VARIABLE] = self._reason_file(number)
         shown = subprocess.PIPE if number else None
         launcher = subprocess.Popen(
             self._command(number),

@@ -240,7 +240,7 @@ class LocalRun:
                 "What was not in a checkpoint is lost."
             )
         if result.reason is not None:
-            result.reason.leave_for_islands()
+            result.reason.leave()
         return result.exit_code
 
     def run(

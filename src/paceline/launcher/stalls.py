@@ -17,8 +17,6 @@ import os
 import signal
 from collections.abc import Sequence
 
-from paceline import env
-from paceline.islands import ISLAND_VARIABLE
 from paceline.launcher.deaths import StopReason
 from paceline.launcher.process import WorkerProcess
 from paceline.launcher.worker import BEATS, DUMP_SIGNAL, HANGS, WAITS, stack_file
@@ -70,10 +68,10 @@ class StallJudge:
     ) -> StopReason | None:
         """What to end the run for if all workers wait for each other; asked at every look.
 
-        One that leads an island may wait for the others; those of other machines may not wait.
+        Where some are on other machines, those may not wait.
         """
         before, self._did_all_wait = self._did_all_wait, all(each.word == WAITS for each in workers)
-        is_whole = len(workers) > 1 and not (everyone.channels or env.read(ISLAND_VARIABLE))
+        is_whole = len(workers) > 1 and not everyone.channels
         if not (self._did_all_wait and is_whole):
             return None
         if not before:

@@ -91,6 +91,7 @@ def _refuse_others(config: RunConfig) -> None:
         "ema": (options.ema is not None, "it would average what rounds replace"),
         "patience": (options.patience is not None, "each island would decide by itself"),
         "loader": (config.loader is not None, "samples are dealt to islands by number"),
+        "several models": (config.models is not None, "rounds are a part of one model's commit"),
         "Files": (isinstance(config.dataset, Files), "they are not dealt to islands yet"),
     }
     for name, (is_there, why) in reasons.items():
@@ -192,6 +193,7 @@ class OuterUpdate(WholeUpdate):
         if not run.progress.position.step:
             self.outer.anchor_here()  # the engine has made the workers' parameters equal since
         self.outer.must_join = True  # also after a checkpoint was loaded
+        run.between_steps.append(self.tend)
         if self._place.count > 1:
             self._presence.renew()
 
@@ -306,7 +308,7 @@ class OuterUpdate(WholeUpdate):
         """The answer of the others; ends where the group of this worker is broken."""
         assert self._run is not None
         member = getattr(self._run.recovery, "member", None)
-        with waiting(self._members.group):
+        with waiting(self._members.group, elsewhere=True):
             return request.wait(lambda: member is not None and member.is_over)
 
     def _tell(self, shift: Shift, size: int, seconds: float) -> None:
@@ -370,6 +372,7 @@ class OuterUpdate(WholeUpdate):
                 return  # once more
             case {"over": True}:
                 run.progress.stopping = stop.BY_OTHERS
+                run.progress.reason = "the other islands have ended the training without it"
             case {"differs": [key, there, here]}:
                 raise DesyncError(
                     "The islands were started with different arguments.",

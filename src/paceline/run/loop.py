@@ -26,7 +26,6 @@ from paceline.run.build import build_run
 from paceline.run.callback import take_callbacks
 from paceline.run.config import RunConfig, RunOptions
 from paceline.run.evaluation import Collect, Evaluation, Score, evaluate
-from paceline.run.islands import OuterUpdate
 from paceline.run.metrics import Reports
 from paceline.run.models import models_to_call
 from paceline.run.parts import Outcome
@@ -313,8 +312,8 @@ class Run:
         """This worker's part of the next step; None after the last."""
         if self._parts.recovery.must_go_back:
             self._parts.recovery.go_back()
-        if isinstance(self._parts.training.update, OuterUpdate):
-            self._parts.training.update.tend()
+        for task in self._parts.between_steps:
+            task()
         return None if self._parts.progress.stopping else next(self._parts.dealing.portions, None)
 
     def _why_over(self) -> tuple[End, int]:
@@ -333,7 +332,7 @@ class Run:
             case stop.BY_RATING:
                 return End("stopped", self._parts.training.rating.reason), 0
             case stop.BY_OTHERS:
-                return End("stopped", "the other islands have ended the training without it"), 0
+                return End("stopped", progress.reason), 0
         return End("stopped", f"stopped by {stop.name_signal(number)}"), number
 
     def _describe(self, error: BaseException | None, step: int) -> End:

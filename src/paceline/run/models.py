@@ -92,7 +92,6 @@ def take_models(config: RunConfig) -> None:
         "ema": options.ema is not None,
         "noise_every": bool(options.noise_every),
         "audit": bool(options.audit),
-        "islands": options.islands is not None,
     }
     for name in (name for name, is_given in refused.items() if is_given):
         raise UsageError(f"{name} was passed, and the run has several models.", advice=_ADVICE)

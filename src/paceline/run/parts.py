@@ -140,6 +140,8 @@ class RunProgress:
     save_at: int = 0
     evaluate_at: int = 0
     """The last steps after which all have agreed to save, and to evaluate."""
+    reason: str = ""
+    """Why, where `stop.BY_OTHERS` alone does not tell."""
     has_left: bool = False
     """Whether this worker alone has stopped, and the others continue."""
 
@@ -250,6 +252,8 @@ class RunParts:
     """Memory in which the launcher reads the number of the step."""
     may_cut: bool
     """Whether a generation may find that there can be more shards."""
+    between_steps: list[Callable[[], None]] = field(default_factory=list)
+    """What all workers do before each step; they may wait for each other, and may stop the run."""
     recovery: Recovery = field(default_factory=NoRecovery)
     cut: Cut = field(init=False)
 

@@ -88,7 +88,7 @@ class Stopwatch:
         """The phase after an update. A loop written by the user is taken to fetch samples then; a
         `Run` marks fetching itself, and sets this to OTHER."""
         self.step = 0
-        self.waits = False
+        self.waits = self.waits_elsewhere = False
         """Whether the rank is in a collective that is not accounted for as a phase, as on a GPU."""
         self.awaited: Awaited | None = None
         """Set only while waiting, because it keeps the model alive."""
@@ -395,29 +395,29 @@ def note_waits(membership: Membership, device: torch.device) -> None:
 
 
 @contextmanager
-def waiting(group: Any) -> Iterator[None]:
+def waiting(group: Any, elsewhere: bool = False) -> Iterator[None]:
     """Inside, this rank waits for the others; the phase before continues afterwards."""
     watch = find_stopwatch(group)
     if watch is None or watch.phase is Phase.WAIT:
         yield
         return
     phase = watch.phase
-    watch.waits = True
+    watch.waits, watch.waits_elsewhere = True, elsewhere
     if watch.pauses:
         watch.enter(Phase.WAIT)
     try:
         yield
     finally:
-        watch.waits = False
+        watch.waits = watch.waits_elsewhere = False
         if watch.pauses:
             watch.enter(phase)
 
 
 def where() -> tuple[int, bool] | None:
     """When this process last changed its phase, and whether it has waited for others since; None
-    where nothing is measured."""
+    where nothing is measured, and where it waits for somebody outside of the group."""
     watches = _all_watches()
-    if not watches:
+    if not watches or any(watch.waits_elsewhere for watch in watches):
         return None
     waits = any(watch.waits or watch.phase is Phase.WAIT for watch in watches)
     return max(watch.since_ns for watch in watches), waits
