@@ -106,7 +106,7 @@ def record_kill() -> dict[str, Any]:
             for step, (a, b) in sorted(sums.items())
         ],
         "said": [line.removeprefix(MESSAGES) for line in outcome.messages],
-        "promises": [words for words, is_kept in outcome.promises() if is_kept],
+        "promises": [words for words, has_passed in outcome.checks() if has_passed],
     }
 
 

@@ -1,4 +1,4 @@
-"""`paceline demo`: the table, the promises it checks, what it leaves behind, and its mistakes."""
+"""`paceline demo`: the table, the checks, what it leaves behind, and its mistakes."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_any_number_of_workers_trains_what_one_process_trains(
 
 
 def outcome(**changes: Any) -> DemoOutcome:
-    """One that is as promised, but for the changes."""
+    """An outcome whose checks all pass, but for the changes."""
     good = DemoOutcome(
         epochs=[{"epoch": 1, "loss": 0.5, "accuracy": 0.8, "seconds": 0.1}],
         rows_by_worker=[50, 50],
@@ -153,12 +153,12 @@ def outcome(**changes: Any) -> DemoOutcome:
     [
         ({}, ""),
         ({"is_bit_equal": False}, "NOT EQUAL"),
-        ({"difference": 0.01}, "one process gives OTHER parameters"),
-        ({"hashes": outcome().hashes | {"3 workers": "0" * 64}}, "3 workers went on"),
+        ({"difference": 0.01}, "one process gives DIFFERENT parameters"),
+        ({"hashes": outcome().hashes | {"3 workers": "0" * 64}}, "3 workers continued"),
     ],
 )
 @pytest.mark.parametrize("flags", [[], ["--quiet"], ["--json"]])
-def test_a_broken_promise_is_said_and_fails(
+def test_a_failed_check_is_printed_and_fails(
     changes: dict[str, Any],
     words_said: str,
     flags: list[str],
@@ -183,7 +183,7 @@ def test_a_narrow_terminal_breaks_no_word(
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", str(columns))
     lines = [*demo.introduction(built_in(0), DemoOptions()), *outcome().conclusion()]
-    demo.tell(lines)
+    demo.print_lines(lines)
     shown = capsys.readouterr().out
     assert shown.split() == " ".join(lines).split()
     assert max(map(len, shown.splitlines())) <= min(columns, 80)
@@ -272,4 +272,4 @@ def test_a_killed_worker_is_seen_to_make_no_difference(tmp_path: Path) -> None:
 
 def test_a_single_worker_cannot_be_killed_and_survived(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--kill", "--workers", "1"]) == 2
-    assert "nobody would be left" in capsys.readouterr().err
+    assert "no worker would be left" in capsys.readouterr().err

@@ -337,7 +337,7 @@ def test_ten_thousand_steps_on_four_workers_are_a_small_and_light_page(
 
 def test_deaths_and_replacements_are_drawn_and_listed(open_page: Open) -> None:
     section = open_page().locator("#generations")
-    assert "1 worker died on the way" in section.locator(".verdict").inner_text()
+    assert "1 worker died during the run" in section.locator(".verdict").inner_text()
     assert section.locator(".chart canvas").count() == 1
     rows = section.locator("tbody tr").all_inner_texts()
     assert "worker 1 was killed by signal 9" in rows[0]

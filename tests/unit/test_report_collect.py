@@ -156,7 +156,7 @@ def test_a_folder_without_a_run_is_a_mistake_that_names_the_run_in_it_or_around_
         run.mkdir(parents=True)
         if place:
             folder_with(run)
-    with pytest.raises(UsageError, match="holds no run") as error:
+    with pytest.raises(UsageError, match="has no run") as error:
         collect(asked)
     assert (str(run) in error.value.advice) == bool(place)
 
@@ -275,8 +275,8 @@ def test_workers_that_are_even_are_not_blamed(tmp_path: Path) -> None:
     assert who_waited(data_of(tmp_path, slow_rank=None)).startswith("No worker holds ")
 
 
-def test_one_worker_waits_for_nobody(tmp_path: Path) -> None:
-    assert "nobody waited" in who_waited(data_of(tmp_path, ranks=1, slow_rank=None))
+def test_one_worker_has_no_others_to_wait_for(tmp_path: Path) -> None:
+    assert "no waiting" in who_waited(data_of(tmp_path, ranks=1, slow_rank=None))
 
 
 @pytest.mark.parametrize(

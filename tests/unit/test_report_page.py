@@ -207,7 +207,7 @@ def test_a_link_is_not_written_through(folder: RunFolder, tmp_path: Path) -> Non
         (["no/such/run"], ["no run folder 'no/such/run'", "run.json and events/"]),
         (["RUN", "-o", "."], ["not a report", "Name another file"]),
         (["RUN", "-o", "no/such/place.html"], ["No such file or directory", "Name another file"]),
-        (["RUN/..", "-o", "x.html"], ["holds no run", "digits"]),
+        (["RUN/..", "-o", "x.html"], ["has no run", "digits"]),
         (["RUN", "--fore"], ["Did you mean '--force'?"]),
     ],
 )

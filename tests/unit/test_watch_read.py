@@ -312,12 +312,12 @@ def test_runs_that_begin_later_in_a_folder_are_found_and_take_the_place_of_none(
     watched = Watched([tmp_path], partial(find_paths, [str(tmp_path)]))
     assert [run.path for run in watched.runs] == [tmp_path]
     synthetic_run(tmp_path / "one", steps=20, ranks=2)
-    assert watched.look()
+    assert watched.refresh()
     assert [run.name for run in watched.runs] == ["one"]
     assert watched.first.path == tmp_path / "one"
     synthetic_run(tmp_path / "two", steps=30, ranks=1)
-    assert watched.look()
-    assert not watched.look()
+    assert watched.refresh()
+    assert not watched.refresh()
     found = [run.describe() for run in watched.runs]
     assert [(each["name"], each["state"], each["step"]) for each in found] == [
         ("one", "finished", 20),

@@ -239,7 +239,7 @@ def test_a_hundred_pages_are_told_by_one_reader_and_a_slow_one_gets_the_newest(
     monkeypatch.setattr(Followed, "read", read)
     monkeypatch.setattr("paceline.show.watch.follow.LIVE_PERIOD_S", 0.01)
     monkeypatch.setattr("paceline.show.watch.follow.DOCUMENT_PERIOD_S", 0.01)
-    monkeypatch.setattr("paceline.show.watch.follow.IDLE", 0)
+    monkeypatch.setattr("paceline.show.watch.follow.REST_FACTOR", 0)
 
     async def body(_: server.Guard, watched: Watched) -> None:
         run = watched.first
@@ -314,8 +314,8 @@ def test_a_token_file_is_made_for_this_user_alone_and_used_again(tmp_path: Path)
     ("content", "mode", "said"),
     [
         (f"{TOKEN}\n", 0o644, "can be read by others"),
-        ("short", 0o600, "holds no token"),
-        ("t" * 10_000, 0o600, "holds no token"),
+        ("short", 0o600, "does not contain a token"),
+        ("t" * 10_000, 0o600, "does not contain a token"),
         (None, 0, "not a plain file"),
     ],
 )
@@ -363,7 +363,7 @@ def test_without_a_name_the_newest_run_is_watched_and_a_folder_of_runs_shows_all
     assert command.find_paths(["runs/b", "runs/a"]) == [Path("runs/b"), Path("runs/a")]
     with pytest.raises(UsageError, match="no run folder 'nowhere'"):
         command.find_paths(["nowhere"])
-    with pytest.raises(UsageError, match="'empty' holds no run"):
+    with pytest.raises(UsageError, match="'empty' has no run"):
         command.find_paths(["empty"], must_be_there=True)
     assert command.find_paths(["empty"]) == [Path("empty")]
 

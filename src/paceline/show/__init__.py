@@ -1,4 +1,4 @@
-"""The pictures, and the numbers behind them: trace, report, scaling, lessons."""
+"""Pages, pictures and the numbers behind them: trace, report, live page, scaling, lessons."""
 
 from paceline.lazy import attach
 

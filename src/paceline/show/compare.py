@@ -1,4 +1,4 @@
-"""`paceline compare A B`: whether two runs have the same bits, and where they part."""
+"""`paceline compare A B`: whether two runs have the same bits, and where they first differ."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.errors import UsageError
 from paceline.files import RunFolder, read_events, read_info
 
 SHOWN = ("seed", "global_batch", "shards", "workers", "dataset_size", "device", "parameters")
-"""What may explain a difference, besides versions and settings."""
+"""Facts that may explain a difference, besides versions and settings."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,16 +28,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the comparison; 1 where bits differ."""
+    """Print the comparison; returns 1 where bits differ."""
     one, other = (read_hashes(Path(path)) for path in args.runs)
     found = compare(one, other)
     found["settings"] = compare_settings(*(describe(Path(path)) for path in args.runs))
-    print(json.dumps(found, indent=2) if args.json else "\n".join(say(found)))
+    print(json.dumps(found, indent=2) if args.json else "\n".join(lines_of(found)))
     return 1 if found["step"] is not None else 0
 
 
 def read_hashes(path: Path) -> dict[int, dict[str, str]]:
-    """By step, what a run has written of its state; of a step done again, the last."""
+    """By step, the hashes of a run's state; the last ones of a repeated step."""
     events = read_events(RunFolder(path)) if path.is_dir() else []
     found: dict[int, dict[str, str]] = {
         event["step"]: event["hashes"] for event in events if event["kind"] == "hashes"
@@ -53,12 +53,12 @@ def read_hashes(path: Path) -> dict[int, dict[str, str]]:
 def compare(
     one: Mapping[int, Mapping[str, str]], other: Mapping[int, Mapping[str, str]]
 ) -> dict[str, Any]:
-    """The steps that both have, the first that differs, and what differs in it."""
+    """Compare the common steps: the first that differs, and the tensors that differ in it."""
     steps = sorted(one.keys() & other.keys())
     if not steps:
         raise UsageError(
-            f"No step is in both runs: one has {min(one)} to {max(one)}, the other {min(other)} to "
-            f"{max(other)}.",
+            f"The runs share no step: one has {min(one)} to {max(one)}, the other {min(other)} "
+            f"to {max(other)}.",
             advice="Hashes are written every 100 steps and after the last: train as many steps.",
         )
     first = next((step for step in steps if one[step] != other[step]), None)
@@ -74,7 +74,7 @@ def compare(
 
 
 def describe(path: Path) -> dict[str, str]:
-    """What a run says of itself, flat."""
+    """A run's facts, settings and versions, as one flat dictionary."""
     found = read_info(RunFolder(path))
     if found is None:
         return {}
@@ -84,14 +84,14 @@ def describe(path: Path) -> dict[str, str]:
 
 
 def compare_settings(one: Mapping[str, str], other: Mapping[str, str]) -> dict[str, list[str]]:
-    """By name, what differs."""
+    """The settings that differ, by name."""
     names = dict.fromkeys([*one, *other])
     pairs = {name: [one.get(name, "-"), other.get(name, "-")] for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def say(found: Mapping[str, Any]) -> list[str]:
-    """The comparison in words."""
+def lines_of(found: Mapping[str, Any]) -> list[str]:
+    """The comparison as text."""
     if found["step"] is None:
         steps = f"{found['compared']} steps compared, the last one {found['equal_until']}"
         lines = [f"The same bits: {steps}, SHA-256 {found['hash'][:16]}."]
@@ -102,5 +102,5 @@ def say(found: Mapping[str, Any]) -> list[str]:
             f"{len(found['tensors'])} values differ, the first of them {found['tensors'][0]!r}.",
         ]
     for name, (one, other) in found["settings"].items():
-        lines.append(f"  {name}: {one} there, {other} here")
+        lines.append(f"  {name}: {one} in the first, {other} in the second")
     return lines

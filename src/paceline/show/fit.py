@@ -1,7 +1,7 @@
-"""`paceline fit train.py`: how many samples fit into memory at once, and how fast each size is.
+"""`paceline fit train.py`: how many samples fit into memory, and how fast each piece size is.
 
-The script runs under `paceline run`, in a folder of its own. Its run measures a few steps with each
-size and ends; what its workers have written becomes a table. See `run.measured_fit`.
+The script runs under `paceline run`, in a temporary folder. Its run measures a few steps with each
+size and ends; the workers' results become a table. See `run.measured_fit`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from paceline.show.scaling.measure import run_once
 from paceline.telemetry import rate_text, table_lines
 
 NEARLY = 0.97
-"""Of two sizes whose speeds are as near as this, the one with less memory is chosen."""
+"""Speeds within this share of the best count as equal; then the smaller size is chosen."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line."""
     parser.description = (
         "Train a few steps with whole shards, and with pieces of half the size, a quarter and so "
-        "on; then say how much memory each takes and how fast it is, and which one to pass as "
-        "RunOptions(fit=). Nothing is written to the run's folder; what else the script does "
-        "before its loop ends, it does."
+        "on; then print how much memory each takes and how fast it is, and which one to pass as "
+        "RunOptions(fit=). Nothing is written to the run's folder, but the script has its other "
+        "effects until its loop ends."
     )
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="workers (default: 1)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure and print; 1 where no size fits."""
+    """Measure and print; returns 1 where no size fits."""
     with tempfile.TemporaryDirectory(prefix="paceline-fit-") as name:
         folder, size = Path(name), args.workers
 
@@ -51,7 +51,7 @@ def main(args: argparse.Namespace) -> int:
         try:
             run_once(command, size, folder, is_done, {FIT_VARIABLE: name})
         except WorkerError:
-            if not is_done():  # a run in which nothing fits ends so
+            if not is_done():  # a run in which no size fits also fails
                 raise
         if len(found := read(folder)) < size:
             raise UsageError(
@@ -64,12 +64,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def read(folder: Path) -> list[dict[str, Any]]:
-    """What the workers have measured so far, by rank."""
+    """The workers' measurements so far, by rank."""
     return [json.loads(each.read_text()) for each in sorted(folder.glob("rank*.json"))]
 
 
 def combine(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What all workers have measured, as one: the most memory, and the slowest."""
+    """Combine the workers' measurements: the most memory, and the lowest speed."""
     sizes = []
     for each in zip(*(worker["sizes"] for worker in found), strict=False):
         row = dict(each[0])
@@ -86,21 +86,21 @@ def combine(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def lines_of(table: dict[str, Any]) -> Iterator[str]:
-    """The table for people."""
+    """The table as lines of text."""
     is_cpu, rows = table["device"] == "cpu", [["piece", "memory", "samples/s", ""]]
     for row in table["sizes"]:
         note = "whole shards" if row["piece"] == table["rows"] else ""
         note = "does not fit" if not row["fits"] else note
         if row["piece"] == table["choice"]:
-            note = f"{note}, to choose".lstrip(", ")
+            note = f"{note}, recommended".lstrip(", ")
         speed = rate_text(row["samples_per_s"]) if row["fits"] else "-"
         memory = "-" if row["memory"] is None else f"{row['memory'] / 2**20:,.0f} MiB"
         memory = "unknown" if row["fits"] and row["memory"] is None else memory
         rows.append([str(row["piece"]), memory, speed, note])
     yield from table_lines(rows, ">>><")
     yield ""
-    whose = "of the process, with everything in it" if is_cpu else "allocated on the device"
-    yield f"Memory is the peak {whose}, on the worker that has most."
+    whose = "of the whole process" if is_cpu else "allocated on the device"
+    yield f"Memory is the peak {whose}, on the worker with the highest."
     if table["why"]:
         yield f"No smaller pieces: {table['why']}"
     if table["choice"] is None:

@@ -1,8 +1,8 @@
-"""`paceline replay RUN --step N`: a recorded step computed again on one worker, and compared.
+"""`paceline replay RUN --step N`: computes a recorded step again on one worker, and compares.
 
-The script runs once more from the newest checkpoint before the step, or from the beginning, in a
-folder of its own, and ends after the step. With `RunOptions(same_bits=True)` it computes the bits
-that any number of workers has computed, unless something was wrong there, or is here.
+The script runs again from the newest checkpoint before the step, or from the beginning, in a
+separate folder, and ends after the step. With `RunOptions(same_bits=True)` it computes the same
+bits as any number of workers, unless something was wrong then, or is now.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Compute a step of a run with RunOptions(same_bits=True) again, on one worker: start the "
         "script from the newest checkpoint before it, end after it, and compare the hashes. "
-        "Nothing is written to the run's folder; what else the script does, it does. Exits with 1 "
-        "if bits differ."
+        "Nothing is written to the run's folder, but the script has its other effects. Exits with "
+        "1 if bits differ."
     )
     parser.add_argument("run", metavar="RUN", help="a run folder")
     parser.add_argument("--step", type=int, metavar="N", required=True, help="a step with hashes")
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Replay and print the comparison; 1 where bits differ."""
+    """Replay and print the comparison; returns 1 where bits differ."""
     run = Path(args.run).resolve()
     recorded = compare.read_hashes(run)
     if args.step not in recorded:
@@ -53,7 +53,7 @@ def main(args: argparse.Namespace) -> int:
         info = read_info(RunFolder(run))
         known = f" It was started with: {info.command}" if info and info.command else ""
         raise UsageError(
-            f"Nobody says which script trained {str(run)!r}.{known}",
+            f"The script that trained {str(run)!r} is not given.{known}",
             advice='Pass --script "train.py ...", from the folder where it was started.',
         )
     with tempfile.TemporaryDirectory(prefix="paceline-replay-") as folder:
@@ -74,12 +74,12 @@ def main(args: argparse.Namespace) -> int:
             {step: h for step, h in compare.read_hashes(again).items() if step == args.step},
         )
         found["settings"] = compare.compare_settings(*map(compare.describe, (run, again)))
-    print("\n".join(compare.say(found)))
+    print("\n".join(compare.lines_of(found)))
     return 1 if found["step"] is not None else 0
 
 
 def copy_checkpoint(run: Path, to: Path, step: int) -> int:
-    """Copy the newest checkpoint before a step to where the script will look; its step, or 0."""
+    """Copy the newest checkpoint before a step into a new run folder; returns its step, or 0."""
     source = RunFolder(run).checkpoints
     before = [entry for entry in list_entries(source) if entry.step < step]
     if not before:

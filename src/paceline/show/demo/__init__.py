@@ -1,8 +1,7 @@
-"""`paceline demo`: a small model, trained on several workers before your eyes.
+"""`paceline demo`: trains a small model on several workers, and checks the result.
 
-This file is what can be asked for and how it is told; `training` is what the workers do. The data
-set is generated, so nothing is downloaded, and everything is written to one folder, whose place is
-printed.
+This file has the options and the output; `training` has the training. The dataset is generated, so
+nothing is downloaded, and everything is written to one folder, whose path is printed.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "main"]
 
-Tell = Callable[[list[str]], None]
+PrintLines = Callable[[list[str]], None]
 
 BATCH_ROWS, STEPS_PER_EPOCH = 100, 10
 ROUNDING = 1e-4
-"""More than rounding can explain between two trainings of this size."""
+"""The largest difference between two trainings of this size that counts as rounding."""
 MOST_WORKERS_DRAWN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What was asked for, and what follows from it."""
+    """The options of a demo, and what follows from them."""
 
     workers: int = 2
     epochs: int = 5
@@ -60,18 +59,18 @@ class DemoOptions:
 
     @property
     def shards(self) -> int:
-        """So many that both numbers of workers share them evenly, if the rows suffice."""
+        """A number that both numbers of workers divide, if there are enough rows."""
         even = self.workers * (self.workers + 1)
         return even if even <= BATCH_ROWS else self.workers
 
     @property
     def checkpoint_step(self) -> int:
-        """In the middle of the training, and in the middle of an epoch."""
+        """A step in the middle of the training, and of an epoch."""
         return self.epochs // 2 * STEPS_PER_EPOCH + STEPS_PER_EPOCH // 2
 
     @property
     def policy(self) -> str:
-        """What becomes of the batch on several workers, and why."""
+        """How the batch is divided among workers, in a sentence."""
         from paceline.policy import plan_batch  # imports torch
 
         return plan_batch(BATCH_ROWS, self.workers, keep="global").sentence
@@ -79,7 +78,7 @@ class DemoOptions:
 
 @dataclass(frozen=True, slots=True)
 class DemoOutcome:
-    """What came of a training on several workers, as plain data."""
+    """The results of a demo, as plain data."""
 
     epochs: list[dict[str, float]]
     """Epoch, seconds, and loss and accuracy on the held-out rows."""
@@ -87,22 +86,22 @@ class DemoOutcome:
     is_bit_equal: bool
     """Whether all workers ended with the same parameters."""
     difference: float
-    """The largest between their parameters and those of plain torch on whole batches."""
+    """The largest difference between their parameters and those of plain torch on whole batches."""
     hashes: dict[str, str]
-    """SHA-256 of the parameters at the end, by workers."""
+    """SHA-256 of the final parameters, by number of workers."""
     resumed: dict[str, float]
-    """The second half once more, by other workers: how many, from which step, how many steps."""
+    """The resumed second half: the number of workers, the first step, the number of steps."""
     checkpoints: int
     noise: str
-    """What the gradient noise scale says about more workers."""
+    """The advice from the gradient noise scale about more workers."""
     folder: str
     """Of the run."""
     report: str
 
-    def promises(self) -> list[tuple[str, bool]]:
-        """What was checked, in a sentence each, and whether it is as promised."""
+    def checks(self) -> list[tuple[str, bool]]:
+        """Each check as a sentence, and whether it has passed."""
         others = count_text(int(self.resumed["workers"]), "worker")
-        resumed = f"{others} went on from the checkpoint of step {self.resumed['step']}"
+        resumed = f"{others} continued from the checkpoint of step {self.resumed['step']}"
         trained = f"The parameters of {', '.join(self.hashes)} ({resumed})"
         return [
             are_equal(f"The {len(self.rows_by_worker)} workers' parameters", self.is_bit_equal),
@@ -111,15 +110,15 @@ class DemoOutcome:
         ]
 
     def conclusion(self) -> list[str]:
-        """The table of epochs, what was checked, and where everything is."""
-        lines = ["On the rows to check:", "  epoch       loss   accuracy   seconds"]
+        """The table of epochs, the checks, and the paths."""
+        lines = ["On held-out rows:", "  epoch       loss   accuracy   seconds"]
         for row in self.epochs:
             epoch, loss, accuracy, seconds = row.values()
             lines.append(f"{epoch:>7}   {loss:>8.4f}   {accuracy:>8.1%}   {seconds:>7.3f}")
         return [
             *lines,
             "",
-            *(sentence for sentence, _ in self.promises()),
+            *(sentence for sentence, _ in self.checks()),
             *(f"  {workers:<9} SHA-256 {each[:16]}" for workers, each in self.hashes.items()),
             "",
             self.noise,
@@ -131,14 +130,14 @@ class DemoOutcome:
 
 
 def are_equal(what: str, is_bit_equal: bool) -> tuple[str, bool]:
-    """The sentence about several workers' parameters, and whether it is as promised."""
+    """The sentence about several workers' parameters, and whether they are equal."""
     return f"{what} are {'equal to the last bit' if is_bit_equal else 'NOT EQUAL'}.", is_bit_equal
 
 
 def is_same(words: str, difference: float) -> tuple[str, bool]:
-    """The sentence about the parameters of two trainings, and whether it is as promised."""
+    """The sentence about the parameters of two trainings, and whether they are the same."""
     is_small = difference < ROUNDING
-    which = "the same" if is_small else "OTHER"
+    which = "the same" if is_small else "DIFFERENT"
     return f"{words} {which} parameters: difference {difference:.1e}.", is_small
 
 
@@ -149,7 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "result with plain torch in one process, with one worker, and with a resume on another "
         "number of workers: to the last bit. Then write the report."
     )
-    help = "kill one of the workers on the way instead, and see that nothing is lost"
+    help = "kill one of the workers during training instead, and check that nothing is lost"
     parser.add_argument("--kill", action="store_true", help=help)
     for name, words in (
         ("workers", "how many processes share every batch (default: 2, with --kill 3)"),
@@ -159,57 +158,59 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", metavar="N", type=int, help=words)
     parser.add_argument("--folder", help="an empty folder for the run (default: a temporary one)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
-    parser.add_argument("--quiet", action="store_true", help="print only what is not as promised")
+    parser.add_argument("--quiet", action="store_true", help="print only failed checks")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Train and print; 1 if something is not as promised."""
+    """Train and print; returns 1 if a check fails."""
     given = {name: getattr(args, name) for name in ("workers", "epochs", "seed")}
     defaults = {"workers": 3, "epochs": 7} if args.kill else {}
     wanted = defaults | {name: value for name, value in given.items() if value is not None}
     options = DemoOptions(**wanted)
     if args.kill and options.workers < 2:
         raise UsageError(
-            f"--workers is {options.workers}: nobody would be left when that one is killed.",
+            f"--workers is {options.workers}: no worker would be left after the kill.",
             advice="Use 2 or more with --kill.",
         )
     folder = make_folder(args.folder)
-    is_told = not (args.json or args.quiet)
+    is_printed = not (args.json or args.quiet)
     with warnings.catch_warnings():
         # torch says this on import where NumPy is missing; nothing here uses NumPy.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-        outcome = _show(options, folder, tell if is_told else _drop, kills=args.kill)
-    if is_told:
-        tell(outcome.conclusion())
+        outcome = _show(
+            options, folder, print_lines if is_printed else _print_nothing, kills=args.kill
+        )
+    if is_printed:
+        print_lines(outcome.conclusion())
     elif args.json:
         print(json.dumps({**asdict(options), **asdict(outcome)}))
     else:
-        tell([line for line, is_kept in outcome.promises() if not is_kept])
-    return 0 if all(is_kept for _, is_kept in outcome.promises()) else 1
+        print_lines([line for line, has_passed in outcome.checks() if not has_passed])
+    return 0 if all(has_passed for _, has_passed in outcome.checks()) else 1
 
 
 def _show(
-    options: DemoOptions, folder: Path, tell: Tell, *, kills: bool
+    options: DemoOptions, folder: Path, print_lines: PrintLines, *, kills: bool
 ) -> DemoOutcome | KillOutcome:
     if kills:
         from paceline.show.demo import survival
 
-        return survival.show(options, folder, tell)
-    tell([f"Training one model on {count_text(options.workers, 'worker')}, each a process."])
+        return survival.show(options, folder, print_lines)
+    print_lines([f"Training one model on {count_text(options.workers, 'worker')}, each a process."])
     from paceline.show.demo.training import train  # imports torch, which takes seconds
     from paceline.show.trace.task import built_in
 
     task = built_in(options.seed)
-    tell(introduction(task, options))
+    print_lines(introduction(task, options))
     return train(task, options, folder)
 
 
-def _drop(_lines: list[str]) -> None:
-    """Tell nothing."""
+def _print_nothing(_lines: list[str]) -> None:
+    """For `--json` and `--quiet`."""
 
 
 def make_folder(wanted: str | None) -> Path:
-    """The folder for everything: a new one, or the one that was asked for if it is empty."""
+    """The folder of the demo: a new temporary one, or `wanted` if that is empty."""
     if wanted is None:
         return Path(tempfile.mkdtemp(prefix="paceline-demo-"))
     folder = Path(wanted).absolute()
@@ -226,8 +227,8 @@ def make_folder(wanted: str | None) -> Path:
     return folder
 
 
-def tell(lines: list[str]) -> None:
-    """Print lines, wrapped at a terminal's width; what is indented goes on below its text."""
+def print_lines(lines: list[str]) -> None:
+    """Print lines, wrapped to the terminal's width; indented lines have a hanging indent."""
     columns = shutil.get_terminal_size().columns if sys.stdout.isatty() else 80
     for line in lines:
         indent = " " * (12 if line.startswith("  ") else 0)
@@ -238,12 +239,12 @@ def tell(lines: list[str]) -> None:
             break_long_words=False,
             break_on_hyphens=False,
         )
-        # The workers are separate processes and write past Python's buffer.
+        # Flushed, because the workers are separate processes that write to the same terminal.
         print("\n".join(wrapped), flush=True)
 
 
 def introduction(task: Task, options: DemoOptions) -> list[str]:
-    """What is about to happen, in plain words."""
+    """What the demo is about to do, as lines of text."""
     share, longer = divmod(BATCH_ROWS, options.workers)
     rows = [count_text(share + (rank < longer), "row") for rank in range(options.workers)]
     paths = [
@@ -256,7 +257,7 @@ def introduction(task: Task, options: DemoOptions) -> list[str]:
     return [
         "",
         f"  data      {len(task.dataset):,} generated rows of 10 features, yes or no for each; "
-        f"{len(task.evaluation):,} more to check",
+        f"{len(task.evaluation):,} more held out",
         f"  model     {parameters} weights, a copy on each worker, equal at the start",
         f"  steps     {count_text(options.epochs, 'epoch')} of {STEPS_PER_EPOCH} steps of "
         f"{BATCH_ROWS} rows",

@@ -1,7 +1,8 @@
-"""`paceline demo --kill`: a worker is killed before your eyes, and the training ends as if not.
+"""`paceline demo --kill`: kills a worker during training, and checks that nothing is lost.
 
 The training is an ordinary one under `paceline run`, in `survival_training`. This file starts it,
-follows it by its run folder, kills one of its workers, and compares how both trainings end.
+follows it through its run folder, kills one of its workers, and compares the result with that of an
+undisturbed training.
 """
 
 from __future__ import annotations
@@ -19,59 +20,66 @@ from pathlib import Path
 
 from paceline.errors import PacelineError, UsageError
 from paceline.files import RunFolder, decode
-from paceline.show.demo import BATCH_ROWS, STEPS_PER_EPOCH, DemoOptions, Tell, are_equal, is_same
+from paceline.show.demo import (
+    BATCH_ROWS,
+    STEPS_PER_EPOCH,
+    DemoOptions,
+    PrintLines,
+    are_equal,
+    is_same,
+)
 from paceline.show.report.collect import RunReader
 from paceline.telemetry import count_text
 
 KILLED_WORKER = 1
-TOLD_STEPS = 10
-"""Between two lines of progress."""
-LOOK_S = 0.05
+SHOWN_STEPS = 10
+"""How many steps there are between two lines of progress."""
+POLL_S = 0.05
 STEP_S = 0.03
-"""So long a step takes, so that it can be watched."""
+"""How long a step takes, slow enough to be watched."""
 MESSAGES = "paceline: "
 LONGEST_S = 300.0
 
 
 @dataclass
 class KillOutcome:
-    """What came of it, as plain data."""
+    """The results, as plain data."""
 
     workers: int
     steps: int
     killed_in: int
     """The step in which the worker died."""
     messages: list[str]
-    """What the launcher said."""
+    """What the launcher printed."""
     is_bit_equal: bool
     """Whether all workers ended with the same parameters."""
     difference: float
-    """The largest between their parameters and those of the undisturbed training."""
+    """The largest difference from the parameters of the undisturbed training."""
     folder: str
 
-    def promises(self) -> list[tuple[str, bool]]:
-        """What was checked, in a sentence each, and whether it is as promised."""
+    def checks(self) -> list[tuple[str, bool]]:
+        """Each check as a sentence, and whether it has passed."""
         return [
             are_equal(f"The parameters of all {self.workers} workers", self.is_bit_equal),
-            is_same("The same training that nobody disturbed gives", self.difference),
+            is_same("The same training without a kill gives", self.difference),
         ]
 
     def conclusion(self) -> list[str]:
         return [
             "",
-            *(sentence for sentence, _ in self.promises()),
+            *(sentence for sentence, _ in self.checks()),
             "",
-            "Nobody went back to a checkpoint: the rows of the killed worker were shared out among "
+            "No worker went back to a checkpoint: the rows of the killed worker were divided among "
             "the others, and its replacement got the parameters from them.",
             "Your own training does the same with: paceline run --workers 3 train.py",
-            f"See when it happened: paceline report {self.folder}",
+            f"To see when it happened: paceline report {self.folder}",
         ]
 
 
-def show(options: DemoOptions, folder: Path, tell: Tell) -> KillOutcome:
-    """Train, kill, train on, compare."""
+def show(options: DemoOptions, folder: Path, print_lines: PrintLines) -> KillOutcome:
+    """Train, kill a worker, continue, compare."""
     steps = options.epochs * STEPS_PER_EPOCH
-    tell(introduction(options, steps))
+    print_lines(introduction(options, steps))
     run = RunFolder(folder / "killed")
     facts = [str(options.epochs), str(options.seed), str(options.shards), str(STEP_S)]
     launcher = [sys.executable, "-m", "paceline", "run", "--workers", str(options.workers)]
@@ -91,7 +99,7 @@ def show(options: DemoOptions, folder: Path, tell: Tell) -> KillOutcome:
     try:
         with ThreadPoolExecutor(1) as beside:
             undisturbed = beside.submit(train_alone, built_in(options.seed), options)
-            killed_in = follow(process, run, said, steps, tell)
+            killed_in = follow(process, run, said, steps, print_lines)
             code = process.wait(LONGEST_S)
         reader.join(1.0)
     finally:
@@ -101,7 +109,7 @@ def show(options: DemoOptions, folder: Path, tell: Tell) -> KillOutcome:
         raise PacelineError(
             f"The training of the demo ended with {code}.",
             "".join(said[-20:]),
-            "`paceline doctor` says what this machine has.",
+            "Run `paceline doctor` to check this machine.",
         )
     ends = [decode((run.path / f"parameters{n}").read_bytes()) for n in range(options.workers)]
     return KillOutcome(
@@ -116,46 +124,52 @@ def show(options: DemoOptions, folder: Path, tell: Tell) -> KillOutcome:
 
 
 def follow(
-    process: subprocess.Popen[str], run: RunFolder, said: list[str], steps: int, tell: Tell
+    process: subprocess.Popen[str],
+    run: RunFolder,
+    said: list[str],
+    steps: int,
+    print_lines: PrintLines,
 ) -> int:
-    """Tell of the training while it runs, and kill a worker in it; the step of the kill.
+    """Print the progress of the training, and kill a worker; returns the step of the kill.
 
-    `said` grows: it is what the launcher says.
+    `said` has the launcher's lines; another thread appends to it.
     """
-    reader, told, heard, killed_in = None, 0, 0, 0
+    reader, shown, read, killed_in = None, 0, 0, 0
     deadline_s = time.monotonic() + LONGEST_S
     is_running = True
     while is_running and time.monotonic() < deadline_s:
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
         is_running = process.poll() is None  # before the last look
-        new, heard = said[heard:], len(said)
+        new, read = said[read:], len(said)
         lines = [line for line in new if line.startswith(MESSAGES)]
-        tell([f"  {line.removeprefix(MESSAGES).rstrip()}" for line in lines])
-        with suppress(UsageError):  # nothing is written yet
+        print_lines([f"  {line.removeprefix(MESSAGES).rstrip()}" for line in lines])
+        with suppress(UsageError):  # the run folder is still empty
             reader = reader or RunReader(run.path)
             reader.read(has_timeline=False)
         if reader is None:
             continue
         data = reader.data
-        if data.steps > told + TOLD_STEPS:  # all have written of the step before
-            told += TOLD_STEPS
-            loss = next(point.mean for point in data.metrics["loss"].points() if point.x == told)
+        if data.steps > shown + SHOWN_STEPS:  # all workers have written the step before
+            shown += SHOWN_STEPS
+            loss = next(point.mean for point in data.metrics["loss"].points() if point.x == shown)
             changes = [event["workers"] for event in data.events["generation"]]
             workers = count_text([data.workers, *changes][-1], "worker")
-            tell([f"  step {told:>4}   {workers}   loss {loss:.4f}"])
+            print_lines([f"  step {shown:>4}   {workers}   loss {loss:.4f}"])
         if data.steps >= steps // 3 and not killed_in:
             killed_in, pid = data.steps + 1, data.ranks[KILLED_WORKER].pid
-            tell(["", f"  >>> kill -9 {pid}: that was worker {KILLED_WORKER}, in mid-step", ""])
+            print_lines(
+                ["", f"  >>> kill -9 {pid}: that was worker {KILLED_WORKER}, in mid-step", ""]
+            )
             os.kill(pid, signal.SIGKILL)
-    tell([f"  step {steps:>4}   the last"])
+    print_lines([f"  step {steps:>4}   the last"])
     return killed_in
 
 
 def introduction(options: DemoOptions, steps: int) -> list[str]:
     return [
         f"{options.workers} processes train one model together: in each of {steps} steps they "
-        f"share {BATCH_ROWS} rows, and add their gradients up.",
-        "One of them will be killed on the way, as a machine out of memory would do it: at once, "
-        "and without a word.",
+        f"share {BATCH_ROWS} rows, and add up their gradients.",
+        "One of them will be killed during training, as the kernel does when memory runs out: at "
+        "once, and without a message.",
         "",
     ]

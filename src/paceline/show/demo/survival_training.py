@@ -1,4 +1,4 @@
-"""The training whose worker `paceline demo --kill` kills: nothing in it knows of that."""
+"""The training of `paceline demo --kill`: an ordinary script, without code for the kill."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from paceline.telemetry import count_text
 
 def train(task: Task, options: DemoOptions, folder: Path) -> DemoOutcome:
     """Train on several workers, continue from their checkpoint with others, compare, report."""
-    # The first optimizer imports half of torch: once here, not once per worker.
+    # The first optimizer imports the compiler: here once, before workers are forked, not in each.
     alone = train_alone(task, options)
     on_one = train_run(options, str(folder / "on-one"), same_bits=True)
     run, exact, copy = (RunFolder(folder / name) for name in ("demo", "same-bits", "resumed"))
@@ -39,7 +39,7 @@ def train(task: Task, options: DemoOptions, folder: Path) -> DemoOutcome:
     for event in read_events(run):
         events.setdefault(event["kind"], []).append(event)
     name_by_step = {event["step"]: event["name"] for event in events["checkpoint"]}
-    # Begin another run with one checkpoint of this one, as if it had stopped there.
+    # Begin another run with a checkpoint of this one, as if this one had stopped there.
     name = name_by_step[options.checkpoint_step]
     copy.create()
     shutil.copytree(exact.checkpoints / name, copy.checkpoints / name)
@@ -77,14 +77,14 @@ def train(task: Task, options: DemoOptions, folder: Path) -> DemoOutcome:
 def train_on_worker(
     options: DemoOptions, folder: str | None, exact: str
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What each worker does, as a process of its own: train, and train to the last bit."""
+    """Each worker's part: train, and train again with `same_bits`."""
     with init_process_group(device_id=torch.device("cpu")):
         usual = {} if folder is None else train_run(options, folder)
         return usual, train_run(options, exact, same_bits=True)
 
 
 def train_run(options: DemoOptions, folder: str, *, same_bits: bool = False) -> dict[str, Tensor]:
-    """This worker's shards of every batch, in step with the others if there are any."""
+    """Train on this worker's shards of every batch, with the other workers if there are any."""
     task = built_in(options.seed)
     run = Run(
         task.model,
@@ -123,7 +123,7 @@ def train_run(options: DemoOptions, folder: str, *, same_bits: bool = False) -> 
 
 
 def train_alone(task: Task, options: DemoOptions) -> dict[str, Tensor]:
-    """In one process, on whole batches in the same order, with plain torch; the parameters."""
+    """Train in plain torch, in one process on whole batches in the same order."""
     optimizer = task.optimizer(task.model.parameters())
     order = DistributedSampler(task.dataset, 1, 0, seed=options.seed)
     for epoch in range(options.epochs):

@@ -1,8 +1,8 @@
 """The report: one HTML file that shows a run, from its folder alone.
 
-`collect` reads, `sentences` says it in words, `document` is all of it as plain JSON, and `page`
-embeds that with the script that draws it. Needs neither torch nor a network, and takes a folder in
-any state: the page says what is missing.
+`collect` reads the folder, `sentences` describes the run in words, `document` is everything as
+plain JSON, and `page` embeds that with the script that draws it. It needs neither torch nor a
+network, and works for a folder in any state: the page lists what is missing.
 """
 
 from paceline.show.report.page import RunView, write

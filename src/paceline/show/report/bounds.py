@@ -1,7 +1,7 @@
-"""Values out of files as a page may show them: visible, short, few, and numbers that are numbers.
+"""Untrusted values made safe for a page: printable, short, few, and with valid numbers.
 
-A run folder is not trusted. Everything that is kept of it, and the document as a whole, goes
-through `bounded`.
+A run folder is not trusted. All that is kept of it, and the document as a whole, passes through
+`bounded`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-# Invisible characters that reorder or end text: they would make a page say what no file says.
+# Invisible characters that reorder or end text, with which a file could make a page misleading.
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff"
     "\ufeff\ufffe\uffff]"
@@ -20,19 +20,19 @@ ITEMS_LIMIT = 2000
 NAMES_LIMIT = 64
 DEPTH_LIMIT = 12
 LARGEST_INTEGER = 2**53
-"""The largest that a browser counts exactly."""
+"""The largest integer that a browser represents exactly."""
 LARGEST_AMOUNT = 1e15
-"""No time, count or size of a run is larger; sums of such numbers stay finite."""
+"""Larger times, counts and sizes are invalid; sums of smaller ones stay finite."""
 
 
 def text(value: object, limit: int = TEXT_LIMIT) -> str:
-    """A value as visible text that is not endless."""
+    """A value as printable text of limited length."""
     shown = _UNSEEN.sub("\ufffd", str(value)[: limit + 1])
     return shown if len(shown) <= limit else shown[:limit] + "…"
 
 
 def bounded(value: Any, depth: int = DEPTH_LIMIT) -> Any:
-    """The same value without what no page needs: what is cut off is cut off at the end."""
+    """The value within limits; what is too long is cut off at the end."""
     if isinstance(value, str):
         return text(value)
     if isinstance(value, bool | float) or value is None:
@@ -48,7 +48,7 @@ def bounded(value: Any, depth: int = DEPTH_LIMIT) -> Any:
 
 
 def number(value: Any) -> float | None:
-    """A number out of a file, perhaps infinite; anything else is None."""
+    """A number from a file, perhaps infinite; None for anything else."""
     try:
         return float(value) if type(value) in (int, float) else None
     except OverflowError:
@@ -56,12 +56,12 @@ def number(value: Any) -> float | None:
 
 
 def amount(value: Any) -> float:
-    """A count, a time or a size, which is at least 0; anything else is 0."""
+    """A count, a time or a size, at least 0; 0 for anything else."""
     if type(value) is float or type(value) is int:
         return float(value) if 0 <= value < LARGEST_AMOUNT else 0.0
     return 0.0
 
 
 def whole(value: Any, least: int = 0) -> int | None:
-    """An integer that something can be counted with; anything else is None."""
+    """An integer from `least` up; None for anything else."""
     return value if type(value) is int and least <= value <= LARGEST_INTEGER else None

@@ -1,8 +1,7 @@
-"""From a run folder to what is shown of it, in bounded memory, once or while the run continues.
+"""Reading a run folder for a page, in bounded memory, once or while the run continues.
 
 Event files are read line by line, one rank after the other, and later only what was added. What is
-missing, damaged or left out is remembered as a sentence, because a reader must know what the page
-does not show.
+missing, damaged or left out becomes a sentence: readers must know what the page does not show.
 """
 
 from __future__ import annotations
@@ -43,20 +42,20 @@ METRICS_LIMIT = 12
 RANKS_LIMIT = 1024
 TRACES_LIMIT = 4
 RUNS_LIMIT, FOLDERS_LIMIT = 3, 1000
-"""Of runs that are named to whoever gives another folder, and of folders that are looked into."""
+"""How many runs an error message suggests, and how many folders are searched for them."""
 COMPARED_STEPS_LIMIT = 2**16
-"""Of so many steps it is remembered who waited least in each; the rest is taken to be alike."""
+"""For how many steps the shortest wait is kept; the others are assumed to be similar."""
 WINDOW_PERIOD_S = 30.0
-"""How old the window of the timelines may be: reading it takes a second."""
+"""How often the window of the timelines is read again, which takes a second."""
 SKETCHED = (
-    "The run is long: of its steps some were read, evenly spread, and all of the last. Curves, "
-    "means and sums are estimates from these"
+    "The run is long: only a sample of its steps, evenly spread, and all of the last were read. "
+    "Curves, means and sums are estimates from these"
 )
 _PHASES = {str(phase): phase for phase in Phase}
 
 
 def collect(path: Path) -> RunData:
-    """Read a run folder in any state; a folder without anything of a run is an error."""
+    """Read a run folder in any state; raises for a folder without any file of a run."""
     reader = RunReader(path)
     reader.read()
     return reader.data
@@ -68,41 +67,39 @@ class Cursor:
 
     tail: EventTail
     size: int = 0
-    """The file's, when it was last looked at."""
+    """The file's size when it was last checked."""
     damaged: int = 0
     before_t: float = 0.0
     before_step: int = 0
-    """When the step or start before was written, and which it was."""
+    """The time and number of the previous step or start."""
     is_behind_gap: bool = False
-    """Whether steps before the next one were left out."""
+    """Whether steps between the previous one and the next were left out."""
 
 
 class RunReader:
     """Reads a run folder, and what is added to it later.
 
-        new --read--> as the folder is --(the run writes)--> behind --read--> as the folder is
+        new --read--> up to date --(the run writes)--> behind --read--> up to date
 
-    Invariant: after `read`, `data` is what a reader that begins now would have, whatever it has
-    read when. Where that cannot be had from what was added (steps are undone, a file is shorter
-    than before), all is read again.
+    Invariant: after `read`, `data` is what a new reader would have. Where that cannot be computed
+    from what was added (steps are undone, a file has become shorter), all is read again.
 
-    With a limit, more than `most_bytes` of new events are sketched instead, but for their end: then
-    a reading takes part of a second, means and curves are as good as a sample is, and a note says
-    so.
+    If there are more than `most_bytes` of new events, only a sample of them and their end is read:
+    that takes part of a second, means and curves are estimates, and a note says so.
     """
 
     def __init__(self, path: Path, *, most_bytes: float = math.inf) -> None:
         if not path.is_dir():
             raise UsageError(
                 f"There is no run folder {str(path)!r}.",
-                advice="Give the folder that a run wrote, the one with run.json and events/ in it.",
+                advice="Name the folder that a run wrote, the one with run.json and events/ in it.",
             )
         self.folder = RunFolder(path)
         self._most_bytes = most_bytes
         self.is_behind = False
         """Whether the last reading was cut short by its limit."""
         self._seen: dict[Path, object] = {}
-        """Of every document what told its version when it was read."""
+        """The version of every document when it was read."""
         self._begin()
 
     def _begin(self) -> None:
@@ -110,16 +107,16 @@ class RunReader:
         self._cursors: dict[int, Cursor] = {}
         self._starts: EventTail | None = None
         self._clock = -1
-        """Whose clock counts for all."""
+        """The rank whose times are used for speeds: clocks of machines differ."""
         self._seen.clear()
         self._window_due_s = 0.0
         self._is_judged = True
-        """Whether it is known of all that was read who was slow."""
+        """Whether slow workers have been searched for in all that was read."""
 
     def read(self, *, has_timeline: bool = True, most_batches: int | None = None) -> bool:
-        """Read what is new; whether there was any. Without the timeline it takes half as long.
+        """Read what is new; returns whether there was any. Without timeline it takes half the time.
 
-        With a limit, `is_behind` says whether there is more to be read.
+        With `most_batches`, `is_behind` is set if there is more to read.
         """
         seen = dict(self._seen)
         self._read_documents()
@@ -128,7 +125,8 @@ class RunReader:
             self._read_timeline()
         data = self.data
         data.read_t = time.time()
-        # In this order: a run that ends meanwhile says so in run.json before its processes end.
+        # Processes first, then run.json: a run that ends writes run.json before its processes end,
+        # so one that ends between the two readings is not taken for killed.
         for rank in data.ranks.values():
             rank.is_gone = rank.find_gone()
         data.is_gone = bool(data.ranks) and all(rank.is_gone for rank in data.ranks.values())
@@ -144,22 +142,22 @@ class RunReader:
         if data.is_empty and not data.notes:
             runs = [str(run) for run in find_runs(self.folder.path)]
             raise UsageError(
-                f"{str(self.folder.path)!r} holds no run: no run.json, no events.",
-                advice=f"Give the folder of a run: {list_text(runs, 'or')}."
+                f"{str(self.folder.path)!r} has no run: no run.json, no events.",
+                advice=f"Name the folder of a run: {list_text(runs, 'or')}."
                 if runs
                 else "Train one first.",
             )
         return has_events or seen != self._seen
 
     def _is_new(self, path: Path, version: object) -> bool:
-        """Whether a document is another one than when this was asked before."""
+        """Whether a document's version has changed since the last call."""
         is_new = self._seen.get(path) != version
         self._seen[path] = version
         return is_new
 
     @contextlib.contextmanager
     def _noting(self, what: str) -> Iterator[None]:
-        """What cannot be read is said on the page, and no more; what is not there is no news."""
+        """Turn a file that cannot be read into a note on the page; a missing one is ignored."""
         notes = self.data.notes
         notes.pop(what, None)
         try:
@@ -188,7 +186,7 @@ class RunReader:
                 data.study = study
 
     def _read_timeline(self) -> None:
-        """A window of the timelines, now and then where they are being written."""
+        """Read a window of the timelines, at intervals while they are written."""
         if time.monotonic() < self._window_due_s:
             return
         self._window_due_s = time.monotonic() + WINDOW_PERIOD_S
@@ -237,7 +235,7 @@ class RunReader:
             )
 
     def _read_ranks(self, most_batches: int | None) -> bool:
-        """Read what is new of all ranks' events; whether anything was."""
+        """Read what is new in all ranks' events; returns whether anything was."""
         ranks = self.folder.event_ranks()
         sizes = {rank: _version(self.folder.events_of(rank))[0] for rank in ranks[:RANKS_LIMIT]}
         is_shorter = any(sizes.get(rank, 0) < each.size for rank, each in self._cursors.items())
@@ -284,9 +282,9 @@ class RunReader:
         return has_events
 
     def _read_starts(self) -> bool:
-        """Note when rank 0 began anew; whether that undoes anything that was read before.
+        """Note when rank 0 has restarted; returns whether that undoes steps that were read.
 
-        This comes before all else is read, so that what is undone is left out.
+        Called before other events are read, so that undone steps are left out.
         """
         if self._starts is None:
             self._starts = EventTail(self.folder.events_of(0))
@@ -311,7 +309,7 @@ class RunReader:
         return undoes
 
     def _skip_ahead(self, rank: int, cursor: Cursor, ranks: int) -> None:
-        """Sketch what is new of one rank, up to its end."""
+        """Read a sample of one rank's new events, up to the part that is read completely."""
         data, path = self.data, self.folder.events_of(rank)
         begin, end = cursor.tail.position, sketch.find_tail(path, cursor.size, ranks)
         if end <= begin:
@@ -330,7 +328,7 @@ class RunReader:
         cursor.is_behind_gap, cursor.tail.position = True, end
 
     def _add(self, rank_number: int, cursor: Cursor, event: Event | None) -> None:
-        """Add one event; the clock of one rank counts for all."""
+        """Add one event."""
         data, rank = self.data, self.data.ranks[rank_number]
         if event is None:
             cursor.damaged += 1
@@ -358,14 +356,14 @@ class RunReader:
             cursor.is_behind_gap = False
 
     def _passed_s(self, rank_number: int, cursor: Cursor, t: float) -> float:
-        """Since the step before, by the clock that counts; 0 by another one."""
+        """Time since the previous step, for the rank whose clock is used; 0 for others."""
         is_known = rank_number == self._clock and cursor.before_t
         return max(0.0, t - cursor.before_t) if is_known else 0.0
 
     def _add_step(
         self, rank: RankTotals, cursor: Cursor, step: int, t: float, event: Event
     ) -> None:
-        """Add a step, which counts for those before it that were left out as well."""
+        """Add a step, which also stands for the steps before it that were left out."""
         data, samples, is_exact = self.data, amount(event.get("samples")), not cursor.is_behind_gap
         count = 1 if is_exact else max(1, step - cursor.before_step)
         if data.is_undone(t, step):
@@ -418,14 +416,14 @@ def _read_phases(value: Any) -> tuple[dict[Phase, float], float]:
         s if type(s) is float and 0.0 <= s < LARGEST_AMOUNT else amount(s) for s in value.values()
     ]
     spent = dict(zip(phases, each, strict=True))
-    if len(spent) < len(each):  # several that nobody here knows
+    if len(spent) < len(each):  # several unknown phases, which count as OTHER
         spent[Phase.OTHER] = sum(s for p, s in zip(phases, each, strict=True) if p is Phase.OTHER)
     return spent, sum([each[index] for index in own])
 
 
 @lru_cache(maxsize=64)
 def _find_phases(names: tuple[str, ...]) -> tuple[list[Phase], list[int]]:
-    """The phases of these names, and the places of those that are own work."""
+    """The phases of these names, and the indices of those that are own work."""
     phases = [_PHASES.get(name, Phase.OTHER) for name in names]
     return phases, [index for index, phase in enumerate(phases) if phase in OWN]
 
@@ -433,7 +431,7 @@ def _find_phases(names: tuple[str, ...]) -> tuple[list[Phase], list[int]]:
 def _compare(
     data: RunData, rank: RankTotals, step: int, spent: dict[Phase, float], own_s: float
 ) -> None:
-    """Note what tells one rank's step from that of the others, which are read as well."""
+    """Record one rank's step for comparisons: long steps, and the shortest wait of any rank."""
     whole_s = sum(spent.values())
     for heap, seconds in ((rank.longest_own, own_s), (rank.longest_whole, whole_s)):
         if seconds and (len(heap) < LONGEST_STEPS or seconds > heap[0].seconds):
@@ -450,7 +448,7 @@ def _compare(
 
 
 def find_runs(path: Path, limit: int = RUNS_LIMIT) -> list[Path]:
-    """Some run folders around a folder: the one it is in, and those in it, with their islands."""
+    """Some run folders near a folder: its parent, and those inside it, with their islands."""
     found, folders = list[Path](), deque([path.parent, path])
     for _ in range(FOLDERS_LIMIT):
         if folders and len(found) < limit:
@@ -467,7 +465,7 @@ def find_runs(path: Path, limit: int = RUNS_LIMIT) -> list[Path]:
 
 
 def _version(path: Path) -> tuple[int, int, int]:
-    """The size, and what else differs when a file or the list of files in a folder is another."""
+    """Size, inode and time of a file or folder, which differ between versions."""
     try:
         found = path.lstat()
     except OSError:
@@ -480,17 +478,17 @@ def _items(value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _split_waiting(data: RunData) -> None:
-    """Tell the transfer from waiting for others, which a rank by itself cannot.
+    """Split waits into transfer and waiting for others, which needs all ranks' times.
 
-    Who waits least in a step came last and waited for nobody: all its wait was the transfer. Unless
-    the last one died in that step, and all others have waited for it.
+    The rank that waits least in a step came last, so all its wait was the transfer; unless the last
+    one died in that step, and all others have waited for it.
     """
-    ranks, anew = data.ranks.values(), {each["step"] + 1 for each in data.events["generation"]}
+    ranks, repeated = data.ranks.values(), {each["step"] + 1 for each in data.events["generation"]}
     for rank in ranks:
         rank.phases = dict(rank.measured)
     if len(ranks) < 2 or any(Phase.TRANSFER in rank.measured for rank in ranks):
         return
-    moved = sum(wait for step, wait in data.least_waits.items() if step not in anew)
+    moved = sum(wait for step, wait in data.least_waits.items() if step not in repeated)
     for rank in ranks:
         waited = rank.measured.get(Phase.WAIT, 0.0)
         if waited and moved:

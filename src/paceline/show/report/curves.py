@@ -1,7 +1,7 @@
 """A quantity by step, in bounded memory.
 
-Ranks report a sum and a count, so a curve's value is exact however many ranks add to it and in
-whatever order. A run longer than the table makes two neighbouring cells one, as often as needed.
+Ranks report a sum and a count, so a curve's value is exact for any number and order of ranks. In a
+run longer than the table, neighbouring cells are merged in pairs, as often as needed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ CELLS = 2**13
 POINTS_LIMIT = 400
 """The most points of a curve."""
 LARGEST = 1e300
-"""Beyond this, sums and ranges of numbers are infinite."""
+"""Beyond this, sums and ranges of numbers may overflow."""
 
 
 class CurvePoint(NamedTuple):
-    """Some neighbouring steps of a curve: their mean, lowest and highest value."""
+    """Some consecutive steps of a curve: their mean, lowest and highest value."""
 
     x: float
     mean: float
@@ -32,13 +32,13 @@ class Curve:
         self.last = 0
         """The largest step that was added."""
         self.first_bad: int | None = None
-        """The first step whose value is not a finite number, or next to infinite."""
+        """The first step whose value is not finite, or too large."""
         self._limit = cells
         self._stride = 1
         self._cells: dict[int, tuple[float, float]] = {}
 
     def add(self, step: int, total: float, weight: float) -> None:
-        """Add what one rank measured in `step`; what is not a number is only remembered."""
+        """Add what one rank measured in `step`; a value that is not finite is only noted."""
         if step > self.last:
             self.last = step
         limit = LARGEST if weight >= 1.0 else LARGEST * (weight or 1.0)
@@ -67,7 +67,7 @@ class Curve:
         return sum(total for total, _ in sums), sum(weight for _, weight in sums)
 
     def points(self, limit: int = POINTS_LIMIT) -> list[CurvePoint]:
-        """The curve as at most `limit` points; no low or high is lost on the way."""
+        """The curve as at most `limit` points, which keep all lows and highs."""
         middle = (self._stride - 1) / 2
         found = [
             (cell * self._stride + middle, total, weight)

@@ -1,7 +1,7 @@
-"""The document that the page is drawn from: everything it shows, as plain JSON.
+"""The document from which the page is drawn: everything it shows, as plain JSON.
 
-The numbers are as they were measured, and the page's panels are functions of them; whoever has
-the same document can draw the same page. What is long is cut here, and the page says by how much.
+The numbers are as measured, and the page's panels are pure functions of them. Long lists are cut
+here, and the page says by how much.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from paceline.telemetry import OWN, SHARES, Phase, count_text, percentages
 
 SCHEMA = 1
 DIGITS = 6
-"""So many digits of a point are enough to draw it."""
+"""The digits of a point that are kept, which are enough to draw it."""
 WORKERS_LIMIT = 32
-"""More workers than this are shown by their extremes."""
+"""Of more workers than this only the slowest and the fastest are shown."""
 PARTS_LIMIT, LAYERS_LIMIT, EPOCHS_LIMIT = 16, 64, 200
 MISSING_LIMIT, TRACEBACK_LINES, TRACEBACK_BYTES, LOG_LINES = 20, 60, 2**14, 1000
 LEAST_SPEEDUP = 1e-9
 AVERAGED = "ema_"
-"""Begins the name of a metric of the averaged weights."""
+"""The prefix of metrics of the averaged weights."""
 ISLANDS = "island_"
-"""Begins the name of a metric of a round between islands."""
+"""The prefix of metrics of rounds between islands."""
 
 Json = dict[str, Any]
 
 
 def build(data: RunData) -> Json:
-    """Everything; a section is None where there is nothing to show."""
+    """The whole document; a section is None where there is nothing to show."""
     document = {
         "schema": SCHEMA,
         "version": __version__,
@@ -68,7 +68,7 @@ def build(data: RunData) -> Json:
 
 
 def traceback(data: RunData) -> list[str]:
-    """The last one that the run has written down, if an exception ended it."""
+    """The last lines of the run's tracebacks, if an exception ended it."""
     if data.info is None or not data.info.traceback:
         return []
     with suppress(OSError, WireError), open_plain(data.folder.errors) as file:
@@ -78,12 +78,12 @@ def traceback(data: RunData) -> list[str]:
 
 
 def learning(data: RunData) -> Json | None:
-    """Every metric by step, the speed, and what each epoch and evaluation gave."""
+    """Every metric by step, the speed, and the results of each epoch and evaluation."""
     epochs, evaluations = data.events["epoch"], data.events["evaluation"]
     names = dict.fromkeys(data.metrics)
     for event in (*epochs, *evaluations):
         names |= dict.fromkeys(event["metrics"] if isinstance(event.get("metrics"), dict) else ())
-    # A metric of the averaged weights is to be seen beside that of the others.
+    # A metric of the averaged weights belongs into the chart of the same metric.
     names = dict.fromkeys(n if n in data.metrics else n.removeprefix(AVERAGED) for n in names)
     names = {each: None for each in names if not each.startswith(ISLANDS)}
     order = {"loss": 0, "accuracy": 1}
@@ -107,7 +107,7 @@ def learning(data: RunData) -> Json | None:
 
 
 def _without_rounds(metrics: Any) -> Json:
-    """What is not said of rounds between islands, which have a section of their own."""
+    """Metrics except those of rounds between islands, which have their own section."""
     return {name: v for name, v in _dict(metrics).items() if not str(name).startswith(ISLANDS)}
 
 
@@ -115,7 +115,7 @@ def _by_epoch(events: Sequence[Event]) -> list[Json]:
     """Each epoch's evaluations as one: with averaged weights and without, the newest of a name."""
     found: dict[str, Json] = {}
     for event in events:
-        epoch = str(event.get("epoch"))  # anything may be in a file
+        epoch = str(event.get("epoch"))  # a file may have any value here
         before = found.get(epoch, {})
         metrics = {**_dict(before.get("metrics")), **_dict(event.get("metrics"))}
         found[epoch] = {**event, "metrics": metrics}
@@ -123,7 +123,7 @@ def _by_epoch(events: Sequence[Event]) -> list[Json]:
 
 
 def _chart(data: RunData, name: str) -> Json:
-    """One metric: in training by step, or by epoch where steps do not have it; and held out."""
+    """One metric's chart: in training, by step or else by epoch; and on held-out data."""
     curve = data.metrics.get(name)
     training = curve.points() if curve else _points_of(data, "epoch", name)
     held_out = _points_of(data, "evaluation", name)
@@ -152,7 +152,7 @@ def _line(
 ) -> Json:
     """One curve, as columns: x, mean, lowest, highest.
 
-    `dots` are measurements of their own; one that is to be drawn `smooth` is noisy by nature.
+    `dots`: separate measurements; `smooth`: noisy, so a running mean is drawn.
     """
     columns = [[_rounded(value) for value in column] for column in zip(*points, strict=True)]
     return {"label": label, "look": look, "columns": columns, "dots": dots, "smooth": smooth}
@@ -163,7 +163,7 @@ def _rounded(value: float) -> float | None:
 
 
 def pipeline(trace: Trace) -> Json:
-    """A recorded step with all its stages, without what no page could show."""
+    """A recorded step with all its stages, and limited numbers of parts, layers and epochs."""
     document = asdict(trace)
     for stage in document["stages"]:
         stage["parts_in_all"] = len(stage["parts"])
@@ -177,7 +177,7 @@ def pipeline(trace: Trace) -> Json:
 
 
 def workers(data: RunData) -> Json | None:
-    """How each worker's time is spent, in an average step."""
+    """Where each worker's time goes in an average step."""
     worked = [data.ranks[rank] for rank in sorted(data.ranks) if data.ranks[rank].steps]
     if not worked:
         return None
@@ -201,7 +201,7 @@ def workers(data: RunData) -> Json | None:
 
 
 def generations(data: RunData) -> Json | None:
-    """How many workers trained when, who died of what, and who replaced them."""
+    """The number of workers over time: which died, how, and which joined."""
     events = sorted(data.events["generation"], key=lambda event: event["t"])
     if not events:
         return None
@@ -221,7 +221,7 @@ def generations(data: RunData) -> Json | None:
         step = next((each.get("step") for each in gone), event["step"])
         rows.append({"after_s": after_s, "step": step, "what": what, "workers": size})
     points.append((max(points[-1][0], data.last_t - data.first_t), size))
-    verdict = f"{count_text(died, 'worker')} died on the way, and {joined} joined."
+    verdict = f"{count_text(died, 'worker')} died during the run, and {joined} joined."
     verdict += "" if data.redone else " No step was lost."
     times, sizes = [time for time, _ in points], [each for _, each in points]
     return {"verdict": verdict, "columns": [times, sizes, sizes, sizes], "events": rows}
@@ -239,7 +239,7 @@ def islands(data: RunData) -> Json | None:
 
 
 def extremes(ranks: Sequence[RankTotals]) -> list[RankTotals]:
-    """All ranks, or the slowest and fastest ones where there are too many."""
+    """All ranks, or the slowest and fastest where there are too many."""
     if len(ranks) <= WORKERS_LIMIT:
         return list(ranks)
     by_work = sorted(ranks, key=lambda rank: -rank.own_s)
@@ -248,7 +248,7 @@ def extremes(ranks: Sequence[RankTotals]) -> list[RankTotals]:
 
 
 def scaling(data: RunData) -> Json | None:
-    """How much faster more workers are, measured and predicted, and where the rest went."""
+    """The speed-up of more workers, measured and predicted, and where the rest is lost."""
     study = data.study or {}
     measured = _sizes(study.get("sizes"))
     if not measured:
@@ -264,7 +264,7 @@ def scaling(data: RunData) -> Json | None:
 
 
 def _sizes(sizes: Any) -> list[Json]:
-    """Those that can be drawn; `lost` in percent, by where it was lost."""
+    """The sizes that can be drawn, with their losses in percent."""
     found = []
     for size in map(_dict, sizes if isinstance(sizes, list) else ()):
         count, speedup = whole(size.get("workers"), 1), amount(size.get("speedup"))
@@ -294,7 +294,7 @@ def _dict(value: Any) -> Json:
 
 
 def checkpoints(data: RunData) -> Json | None:
-    """What was saved, whether it is still there, which of those is best, and how to continue."""
+    """The checkpoints: which still exist, which is best, and the command to continue."""
     found = list(data.events["checkpoint"])
     kept = set(data.kept)
     there = [event for event in found if str(event.get("name")) in kept]
@@ -313,7 +313,7 @@ def checkpoints(data: RunData) -> Json | None:
 
 
 def details(data: RunData) -> Json | None:
-    """Settings, what was decided and why, and what the run said."""
+    """Settings, decisions with reasons, messages and output."""
     noise, messages = data.events["noise"], data.events["message"]
     log = read_log(data.folder, LOG_LINES)
     if not (data.info or noise or messages or log):

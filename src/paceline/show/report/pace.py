@@ -1,7 +1,7 @@
-"""Each worker's own work by windows of steps, in bounded memory, and who held the others up when.
+"""Each worker's own work in windows of steps, in bounded memory, and which ones were slow when.
 
-A run longer than the table makes two neighbouring windows one, as often as needed. So a page says
-the same of a worker however long ago that was, and its sentence has the range of steps.
+In a run longer than the table, neighbouring windows are merged in pairs, as often as needed. So a
+page names a slow worker however long ago it was slow, with the range of steps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from paceline.telemetry import OWN, OwnWork, Phase, find_slow_spans, find_slow_w
 WIDTH, WINDOWS_LIMIT = 5, 64
 """Steps of the first windows, and how many windows there are at most."""
 NOW = 2
-"""A worker that was slow in one of so many last windows is slow now."""
+"""A worker that was slow in one of this many last windows counts as slow now."""
 
 
 class RecentStep(NamedTuple):
@@ -30,7 +30,7 @@ class RecentStep(NamedTuple):
 
 
 class Window:
-    """One worker's own work in some steps: sums, and its longest step, which is an accident."""
+    """One worker's own work in some steps: sums, and the longest step, which is left out."""
 
     __slots__ = ("by_phase", "longest", "longest_s", "squares", "steps", "total")
 
@@ -59,7 +59,7 @@ class Window:
             self.longest_s, self.longest = other.longest_s, other.longest
 
     def summarise(self) -> OwnWork:
-        """In numbers, without the longest step."""
+        """The averages, without the longest step."""
         less, longest = (self.longest_s, self.longest) if self.steps > 2 else (0.0, {})
         steps = self.steps - (self.steps > 2)
         count, total = max(1, steps), self.total - less
@@ -88,7 +88,7 @@ class PaceTable:
             self.widen(2 * self.width)
 
     def widen(self, width: int) -> None:
-        """Make windows of `width` steps, a multiple of what they have."""
+        """Merge windows to `width` steps, a multiple of their current width."""
         factor, old = width // self.width, self._windows
         self.width, self._windows = width, {}
         for number, window in old.items():
@@ -120,9 +120,9 @@ class SlowSpan:
 def find_spans(
     tables: Mapping[int, PaceTable], recent: Mapping[int, Sequence[RecentStep]]
 ) -> list[SlowSpan]:
-    """Who was slow when, by what the workers wrote down: now first, then the costliest.
+    """The spans in which workers were slow: current ones first, then the most expensive.
 
-    Windows of a long run are long, so what is now is asked of the last steps by themselves.
+    Windows of a long run are long, so whether a worker is slow now is computed from the last steps.
     """
     used = {rank: table for rank, table in sorted(tables.items()) if not table.is_empty}
     if len(used) < 2:
@@ -143,10 +143,10 @@ def find_spans(
         last = last_step if is_now else last
         found.append(SlowSpan(rank, blame.phase, blame.slower_by_s, first, last, is_now))
     first = last_step - now.steps + 1 if now is not None else 0
-    # A span that reaches into the last steps and has ended is all that they have to say of it.
-    is_told = any(
+    # Do not report a worker twice: a span that reaches into the last steps is the same finding.
+    is_known = any(
         span.is_now or (now and span.rank == now.rank) for span in found if span.last >= first
     )
-    if now is not None and not is_told:
+    if now is not None and not is_known:
         found.append(SlowSpan(now.rank, now.phase, now.slower_by_s, first, last_step, True))
     return sorted(found, key=lambda span: not span.is_now)

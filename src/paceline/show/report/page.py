@@ -1,8 +1,8 @@
-"""`paceline report`: the document inside one HTML file, with what draws it, locked by its policy.
+"""`paceline report`: one HTML file with the document and the script that draws it.
 
-The policy allows exactly this style and this script, by their hashes, and nothing from anywhere:
-even text that slipped through as markup could neither run nor fetch anything. The script puts
-text in as text, and the policy refuses any other way.
+Its content security policy allows only this style and this script, by their hashes, and no other
+source: text that was mistaken for markup could neither run nor fetch anything. The script inserts
+text as text only, which the policy enforces (trusted types).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def render(shown: document.Json) -> str:
 def assemble(
     what: str, name: str, shown: object, facts: Sequence[str], style: str, script: str
 ) -> str:
-    """One file with a document and what draws it; `facts` are for readers without scripts."""
+    """One file with a document and its script; `facts` are for browsers without scripts."""
     script = f"/*\n{_notices()}\n*/\n{script}"
     return asset("page.html").format(
         generator=f"paceline {what} {__version__}",
@@ -60,19 +60,19 @@ def assemble(
 
 
 def embedded(value: object) -> str:
-    """JSON for the page's script, which no string inside can end early."""
+    """JSON inside a script element, in which no string can end that element."""
     content = json.dumps(plain_json(value), separators=(",", ":"), allow_nan=False)
     return re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", content)
 
 
 def asset(name: str) -> str:
-    """A file of the page's, by its name in `assets`."""
+    """A file of the page, by its name in `assets`."""
     content = resources.files(__package__).joinpath("assets", *name.split("/")).read_text("utf-8")
     return re.sub(r"(?m)^//# sourceMappingURL=.*$", "", content)
 
 
 def _notices() -> str:
-    """What was not written here says so in every page."""
+    """The licence notices of third-party code, which must be in every page."""
     packages = json.loads(asset("vendor/manifest.json"))["packages"]
     return "\n".join(f"{each['package']}: {each['notice']}" for each in packages)
 
@@ -88,10 +88,9 @@ def write(
     *,
     force: bool = False,
 ) -> Path:
-    """Write the report of a run, by default to `report.html` in its folder; where it is now.
+    """Write the report of a run, by default to `report.html` in its folder; returns the path.
 
-    A reader sees the old file or the new one, never half. An older report is replaced; another
-    file only with `force`.
+    The file is replaced atomically: an older report always, any other file only with `force`.
     """
     data = collect(Path(run_folder))
     path = Path(out) if out is not None else RunFolder(run_folder).report
@@ -105,11 +104,11 @@ def write(
 
 
 class RunView:
-    """A run in a notebook: the report of its folder, as it is when the cell is shown.
+    """A run in a notebook: the report of its folder at the time the cell is shown.
 
         paceline.RunView("runs/digits")
 
-    A `Run` that has a folder, and what `paceline.launch` returns, show themselves so.
+    A `Run` with a folder, and the result of `paceline.launch`, are shown this way too.
     """
 
     def __init__(self, run_folder: str | os.PathLike[str]) -> None:
@@ -119,7 +118,7 @@ class RunView:
         return f"RunView({str(self.folder)!r})"
 
     def _repr_html_(self) -> str | None:
-        """None where there is nothing to show yet: then a notebook prints the object."""
+        """None where there is nothing to show yet: then the notebook shows `repr()`."""
         try:
             shown = render(document.build(collect(self.folder)))
         except UsageError:
@@ -131,7 +130,7 @@ class RunView:
 
 
 def is_replaceable(path: Path, what: str) -> bool:
-    """Whether nothing is lost: there is no such file, or it is such a page or empty."""
+    """Whether a file may be replaced: it does not exist, is empty, or is such a page."""
     try:
         with open_plain(path) as file:
             head = file.read(HEAD_BYTES)
@@ -151,7 +150,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write the report and say where it is."""
+    """Write the report and print its path."""
     announce(write(args.run, args.output, force=args.force))
     return 0
 

@@ -1,6 +1,6 @@
-"""What is known of a run: totals by rank, curves, and what happened other than steps.
+"""The data of a run: totals by rank, curves, and all events but steps.
 
-Its size is bounded whatever the folder holds. `collect` fills it, and `document` reads it.
+Its size is bounded, whatever the folder contains. `collect` fills it, and `document` reads it.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from paceline.show.report.pace import PaceTable, RecentStep, SlowSpan
 from paceline.telemetry import OWN, Phase
 
 EVENTS_LIMIT = 1000
-"""The most epochs, checkpoints, messages and so on that are kept; the oldest leave first."""
+"""The most events of each kind that are kept; the oldest are dropped first."""
 LONGEST_STEPS = 32
-"""How many of a rank's longest steps are remembered."""
+"""How many of a rank's longest steps are kept."""
 RECENT_STEPS = 100
 LATE_S, LATE_STEPS = 2.0, 10
-"""Seconds and usual steps after the last step from which on it is said how long ago that was."""
+"""Seconds and usual steps without a new step after which the page shows how long ago it was."""
 SILENT_S, SILENT_STEPS = 300.0, 50
-"""Silence, in seconds and in usual steps, after which a run is not taken to be running."""
+"""Silence, in seconds and in usual steps, after which a run no longer counts as running."""
 KEPT_KINDS = ("epoch", "evaluation", "checkpoint", "message", "noise", "generation", "stop")
 
 
 class LongStep(NamedTuple):
-    """A step of one rank, and what took longest in it."""
+    """A long step of one rank, and its longest phase."""
 
     seconds: float
     step: int
@@ -45,7 +45,7 @@ class LongStep(NamedTuple):
 
 @dataclass(slots=True)
 class RankTotals:
-    """What one worker did in the whole run."""
+    """One worker's totals over the run."""
 
     rank: int
     host: str = ""
@@ -55,11 +55,11 @@ class RankTotals:
     steps: int = 0
     samples: float = 0
     measured: dict[Phase, float] = field(default_factory=dict)
-    """Seconds by phase, as it wrote them down."""
+    """Seconds by phase, as the worker recorded them."""
     phases: dict[Phase, float] = field(default_factory=dict)
-    """The same with the transfer told from waiting, which a rank by itself cannot."""
+    """The same with waits split into waiting and transfer, which needs all ranks' times."""
     compared_wait_s: float = 0
-    """Waiting in the steps that are compared with the other ranks'."""
+    """Waiting in the steps that are compared with other ranks."""
     longest_own: list[LongStep] = field(default_factory=list)
     longest_whole: list[LongStep] = field(default_factory=list)
     """Heaps of its longest steps: by its own work, and with all waiting."""
@@ -75,11 +75,11 @@ class RankTotals:
 
     @property
     def is_here(self) -> bool:
-        """Whether its process is, or was, one of this machine's that can be asked about."""
+        """Whether its process is, or was, on this machine, which has /proc."""
         return self.host == socket.gethostname() and os.path.isdir("/proc/self")
 
     def find_gone(self) -> bool:
-        """Whether its process has ended, as far as this machine can tell: a zombie has."""
+        """Whether its process has ended, if it was on this machine; a zombie has."""
         if not self.is_here:
             return False
         try:
@@ -90,7 +90,7 @@ class RankTotals:
 
 @dataclass(slots=True)
 class RunData:
-    """Everything that was read of a run folder."""
+    """All data read from a run folder."""
 
     folder: RunFolder
     name: str
@@ -99,17 +99,17 @@ class RunData:
     metrics: dict[str, Curve] = field(default_factory=dict)
     lr: Curve = field(default_factory=Curve)
     rate: Curve = field(default_factory=Curve)
-    """Samples of all workers by the time that passed, from the end of one step to the next's."""
+    """Samples of all workers per elapsed time, from the end of one step to the end of the next."""
     events: dict[str, deque[Event]] = field(
         default_factory=lambda: {kind: deque(maxlen=EVENTS_LIMIT) for kind in KEPT_KINDS}
     )
-    """What happened other than steps, by kind."""
+    """Events other than steps, by kind."""
     first_t: float = math.inf
     last_t: float = -math.inf
     last_step_t: float = -math.inf
     """When the newest step was written."""
     slow: list[SlowSpan] = field(default_factory=list)
-    """Who held the others up when; the costliest first."""
+    """The spans in which workers were slow; the most expensive first."""
     least_waits: dict[int, float] = field(default_factory=dict)
     """By step: the shortest wait of any rank."""
     read_t: float = field(default_factory=time.time)
@@ -117,26 +117,26 @@ class RunData:
     is_gone: bool = False
     """Whether all its processes had ended before `run.json` was read."""
     starts: list[tuple[float, int]] = field(default_factory=list)
-    """When rank 0 began, and after which step at that time or later, in order of time."""
+    """When rank 0 started, and after which step, taking later restarts into account."""
     redone: int = 0
-    """Steps of rank 0 that a restart has undone, and that were trained again."""
+    """How many of rank 0's steps were undone by a restart and trained again."""
     kept: list[str] = field(default_factory=list)
     """The names in the folder of checkpoints."""
     traces: list[Trace] = field(default_factory=list)
     timeline: dict[str, Any] | None = None
     study: dict[str, Any] | None = None
-    """What `scaling.json` says."""
+    """The contents of `scaling.json`."""
     notes: dict[str, str] = field(default_factory=dict)
-    """What the page cannot show, in words, by what it is about."""
+    """Sentences about what the page cannot show, by subject."""
 
     @property
     def missing(self) -> list[str]:
-        """What the page cannot show, in words."""
+        """Sentences about what the page cannot show."""
         return list(self.notes.values())
 
     @property
     def steps(self) -> int:
-        """Steps applied, as far as anybody has written it down."""
+        """Steps applied, according to all files."""
         curves = [self.rate, *self.metrics.values()]
         return max([self.info.step if self.info else 0, *(curve.last for curve in curves)])
 
@@ -147,7 +147,7 @@ class RunData:
 
     @property
     def status(self) -> str:
-        """What `run.json` says, unless that is "running" and the run has ended all the same."""
+        """The status in `run.json`, but "killed" or "silent" for a running one that has ended."""
         said = self.info.status if self.info else "unknown"
         if said != "running":
             return said
@@ -157,7 +157,7 @@ class RunData:
 
     @property
     def usual_step_s(self) -> float:
-        """From the end of a step to that of the next, as a rule; 0 where nobody can know."""
+        """The median time from the end of a step to the end of the next; 0 if unknown."""
         for rank in self.ranks.values():
             times = [recent.t for recent in rank.recent]
             if len(times) > 1:
@@ -166,7 +166,7 @@ class RunData:
 
     @property
     def late_s(self) -> float:
-        """For how long a running run has applied no step, where that is unusually long; else 0."""
+        """How long a running run has applied no step, if that is unusually long; else 0."""
         since_s = self.read_t - self.last_step_t
         is_late = math.isfinite(since_s) and self.status == "running"
         return since_s if is_late and since_s > self._patience_s(LATE_S, LATE_STEPS) else 0.0
@@ -176,7 +176,7 @@ class RunData:
 
     @property
     def silent_s(self) -> float:
-        """For how long nothing had been written when the folder was read."""
+        """How long nothing had been written when the folder was read."""
         return max(0.0, self.read_t - self.last_t) if self.last_t > 0 else 0.0
 
     def is_undone(self, t: float, step: int) -> bool:

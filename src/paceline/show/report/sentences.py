@@ -1,7 +1,7 @@
-"""The run in sentences: what was trained, how it went, who waited for whom.
+"""The run in sentences: what was trained, how it ended, which worker was slow.
 
-Every sentence is derived from numbers that the page also shows. A sentence that the numbers do not
-carry is not written.
+Every sentence is derived from numbers that the page also shows, and omitted where these do not
+support it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ MUCH_WAITING = 0.2
 PAUSE_S, PAUSE_STEPS = 0.25, 3
 """The shortest pause worth a sentence, in seconds and in usual steps."""
 TOO_EARLY = ("killed", "silent", "stopped", "failed")
-"""How a run may end before its last step; how it did is said first."""
+"""The states of a run that ended before its last step; their sentence comes first."""
 PAUSES_LIMIT = SPANS_LIMIT = 3
 WARM_UP_STEPS = 2
-"""The first steps of a process allocate and learn; that is no pause."""
+"""The first steps of a process are slow, because they allocate and learn; they are not pauses."""
 
 
 def overview(data: RunData) -> list[str]:
@@ -49,13 +49,13 @@ def overview(data: RunData) -> list[str]:
 
 
 def what_it_was(data: RunData) -> str:
-    """One sentence: who trained what on what."""
+    """One sentence: the workers, the model and the devices."""
     info = data.info
     if not data.has_run:
         found = [count_text(len(data.traces), "recorded step")] if data.traces else []
         found += ["a scaling study"] if data.study else []
         found += ["a timeline"] if data.timeline else []
-        return f"This folder holds {list_text(found)}, and no run." if found else ""
+        return f"This folder has {list_text(found)}, but no run." if found else ""
     workers = count_text(data.workers, "worker") if data.workers else "Some workers"
     verb = "trained"
     if data.status == "running":
@@ -67,7 +67,7 @@ def what_it_was(data: RunData) -> str:
 
 
 def how_far(data: RunData) -> str:
-    """One sentence: how much of the plan is done, and why no more."""
+    """One sentence: how much of the plan is done, and why the run ended."""
     if not data.has_run:
         return ""
     steps, planned = data.steps, data.info.steps if data.info else None
@@ -84,9 +84,9 @@ def how_far(data: RunData) -> str:
     late = f", the last of them {seconds_text(data.late_s)} before" if data.late_s else ""
     endings = {
         "running": f"It was still running when this page was made: {done} so far{late}.",
-        "killed": f"It was killed after {done}: its processes are gone, and did not say why.",
-        "silent": f"Nothing had been written for {silence} when this page was made, and it did not "
-        f"say that it ended: it was probably killed, after {done}.",
+        "killed": f"It was killed after {done}: its processes ended without giving a reason.",
+        "silent": f"Nothing had been written for {silence} when this page was made, and no end was "
+        f"recorded: it was probably killed, after {done}.",
         "finished": f"It finished: {done}.",
         "stopped": f"{because}It was stopped after {done}.",
         "failed": f"{because}It failed after {done}.",
@@ -95,7 +95,7 @@ def how_far(data: RunData) -> str:
 
 
 def why_over(data: RunData) -> str:
-    """The reason that the run gave for its end; empty where it gave none, or needs none."""
+    """The recorded reason of the run's end; empty if there is none, or it ended as planned."""
     stops = data.events["stop"]
     reason = getattr(data.info, "reason", "") or (stops[-1].get("reason", "") if stops else "")
     return text(reason) if reason != ALL_APPLIED else ""
@@ -106,12 +106,12 @@ def how_to_continue(data: RunData) -> str:
     found = data.events["checkpoint"]
     saved = [event["step"] for event in found if event.get("name") in data.kept]
     if not saved:
-        return "There is no checkpoint: the same command would begin again."
+        return "There is no checkpoint: the same command would start from the beginning."
     return f"The same command continues it after step {max(saved):,}, its newest checkpoint."
 
 
 def how_it_learned(data: RunData) -> list[str]:
-    """What became of loss and accuracy."""
+    """How loss and accuracy developed."""
     said = []
     for name, curve in data.metrics.items():
         if curve.first_bad is not None:
@@ -135,9 +135,9 @@ def how_it_learned(data: RunData) -> list[str]:
 
 
 def loss_ends(data: RunData) -> tuple[tuple[float, str], tuple[float, str]] | None:
-    """The training loss in the beginning and in the end, and where: the means of two epochs.
+    """The training loss at the beginning and at the end, and where: the means of two epochs.
 
-    A run that has not ended two of them has its first step, and the last point of its curve.
+    Before two epochs have ended: the first step, and the last point of the curve.
     """
     means = values_of(data, "epoch", "loss", by="epoch")
     epochs = [(loss, f"in epoch {epoch + 1}") for epoch, loss in means]
@@ -150,7 +150,7 @@ def loss_ends(data: RunData) -> tuple[tuple[float, str], tuple[float, str]] | No
 
 
 def best_accuracy(data: RunData) -> tuple[str, float, int] | None:
-    """Where the best accuracy was seen, what it was, and in which epoch (from 0)."""
+    """The data with the best accuracy, the accuracy, and the epoch (from 0)."""
     for kind, where in (("evaluation", "held-out data"), ("epoch", "training data")):
         if found := values_of(data, kind, "accuracy", by="epoch"):
             epoch, value = max(found, key=lambda best: (best[1], -best[0]))
@@ -170,7 +170,7 @@ def values_of(data: RunData, kind: str, name: str, by: str) -> list[tuple[int, f
 
 
 def between_islands(data: RunData) -> str:
-    """What rounds with other islands have cost; empty of a run that had none."""
+    """The cost of rounds with other islands; empty for a run without any."""
     drift, sent, waited = (data.metrics.get(f"island_{n}") for n in ("drift", "bytes", "round_s"))
     if not (drift and sent and waited) or not (points := drift.points()):
         return ""
@@ -187,7 +187,7 @@ def between_islands(data: RunData) -> str:
 
 
 def who_was_slow(span: SlowSpan, data: RunData) -> str:
-    """The sentence about a worker that holds, or held, the others up, and in which steps."""
+    """The sentence about a slow worker, and the steps in which it was slow."""
     count = span.last - span.first + 1
     meaning = f"{span.phase} ({span.phase.meaning})"
     by = seconds_text(span.slower_by_s)
@@ -207,14 +207,14 @@ def who_was_slow(span: SlowSpan, data: RunData) -> str:
 
 
 def who_waited(data: RunData) -> str:
-    """The verdict on the workers: who is slow, in what, and what it costs."""
+    """The verdict on the workers: which is slow, in which phase, and what that costs."""
     if data.workers == 1:
-        return "There was one worker, so nobody waited for anybody."
+        return "There was one worker, so there was no waiting for others."
     if data.slow:
         return " ".join(who_was_slow(span, data) for span in data.slow[:SPANS_LIMIT])
     measured = [rank for rank in data.ranks.values() if rank.own_s]
     if len(measured) < 2:
-        return "Too few workers have measured their phases, so nobody can be blamed for waiting."
+        return "Too few workers have recorded their phases to tell which one was slow."
     own = [rank.own_s for rank in measured]
     spread = seconds_text(max(own) - min(own))
     said = f"No worker holds the others up: their own work differs by {spread} in an average step."
@@ -231,7 +231,7 @@ def who_waited(data: RunData) -> str:
 
 
 def look_of(data: RunData) -> str:
-    """Whether the verdict is `good`, `bad`, or `past`: somebody was slow, but no longer is."""
+    """The style of the verdict: `good`, `bad`, or `past` where a worker no longer is slow."""
     if not data.slow:
         return "good"
     is_past = data.status == "running" and not data.slow[0].is_now
@@ -239,10 +239,11 @@ def look_of(data: RunData) -> str:
 
 
 def pauses(data: RunData) -> list[str]:
-    """The longest times that one worker alone stood still, which are no reason to call it slow."""
-    # Either its own work takes long in a step while the others' does not, or the step as a whole:
-    # who is stopped while it waits ends the step later than those it waited for. In the next step
-    # these wait for it, perhaps in a message that is not counted as waiting.
+    """The longest pauses of a single worker, which do not make it a slow one."""
+    # A pause makes either a worker's own work in a step long, or the whole step: a worker that is
+    # stopped while it waits ends the step later than the others. In the next step these wait for
+    # it, possibly in a message that does not count as waiting, so the step after a pause is left
+    # out.
     ranks = list(data.ranks.values())
     left_out = {done + step for _, done in data.starts for step in range(1, WARM_UP_STEPS + 1)}
     left_out |= {trace.step + step for trace in data.traces for step in range(2)}
@@ -261,7 +262,7 @@ def pauses(data: RunData) -> list[str]:
 def _alone(
     heaps: Mapping[int, Sequence[LongStep]], left_out: Collection[int]
 ) -> dict[tuple[int, int], LongStep]:
-    """By rank and step: by how much one rank's step was longer than that of any other."""
+    """By rank and step: how much longer one rank's step was than that of any other."""
     usual_s = max((_usual_s(heap) for heap in heaps.values() if heap), default=0.0)
     by_step: dict[int, list[tuple[LongStep, int]]] = {}
     for rank, heap in heaps.items() if len(heaps) > 1 else ():
@@ -278,13 +279,13 @@ def _alone(
 
 
 def _usual_s(heap: Sequence[LongStep]) -> float:
-    """A usual step: of a long run any that is not among the longest, else the median."""
+    """The time of a usual step: the shortest of the longest steps, in a short run the median."""
     seconds = sorted(long.seconds for long in heap)
     return seconds[0] if len(seconds) >= LONGEST_STEPS else seconds[len(seconds) // 2]
 
 
 def shares(ranks: Iterable[RankTotals]) -> dict[Phase, float]:
-    """What part of all workers' time went to each phase; empty where nobody measured it."""
+    """The share of all workers' time in each phase; empty where it was not recorded."""
     total: dict[Phase, float] = {}
     for rank in ranks:
         for phase, spent in rank.phases.items():
@@ -307,7 +308,7 @@ def where_time_went(data: RunData) -> str:
 
 
 def tiles(data: RunData) -> list[tuple[str, str, str]]:
-    """The key numbers: what each is called, its value and a remark."""
+    """The key numbers: label, value and remark of each."""
     info, found = data.info, list[tuple[str, str, str]]()
     if data.workers:
         found.append(("workers", f"{data.workers:,}", f"on {info.device}" if info else ""))
@@ -315,7 +316,7 @@ def tiles(data: RunData) -> list[tuple[str, str, str]]:
         batch = f"of {count_text(info.global_batch, 'sample')}" if info else ""
         found.append(("steps", f"{data.steps:,}", batch))
     if speed := data.rate.points(1):
-        note = "all workers, by the clock on the wall"
+        note = "all workers, per elapsed second"
         found.append(("samples per second", rate_text(speed[0].mean), note))
     if ends := loss_ends(data):
         (first, begin), (last, end) = ends

@@ -1,8 +1,8 @@
-"""Some lines of a long event file in place of all, so that a page can open at once.
+"""A sample of a long event file's lines, so that a page can open at once.
 
 Reading a step takes some 30 µs, so 100,000 steps of 8 workers take half a minute. A sketch has
-steps at even distances, each for all that are left out before it, and of what is no step the newest
-of each kind, found without reading every line. Its cost has a limit, however long the file is.
+steps at even distances, each standing for those left out before it, and the newest events of each
+other kind, found without parsing every line. Its cost is limited, however long the file is.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from paceline.files import EventTail, open_plain
 from paceline.show.report.run_data import EVENTS_LIMIT, KEPT_KINDS
 
 STEPS = 1200
-"""So many steps of all ranks together are in a sketch."""
+"""How many steps of all ranks together a sketch has."""
 PLACE_BYTES = 4096
-"""Read at each place, for the first whole line in it."""
+"""How much is read at each place, to find a whole line."""
 LEAST_TAIL_BYTES, MOST_TAIL_BYTES, TAILS_BYTES = 2**12, 2**15, 2**20
-"""Of a rank's end, so much is read as a whole; of all ranks' ends together."""
+"""How much of each file's end is read completely; and of all ranks' files together."""
 SCANNED_BYTES = 2**28
-"""So many are searched for what is no step: of the rank that writes for all, and of all others
-together."""
+"""How much is searched for events other than steps: of the rank that writes for all, and of all
+others together."""
 STABLE = 16
-"""Where no worker was replaced, the others have so many times less to say."""
-_NO_STEP = re.compile(rb'\n(\{"kind":"(start|' + "|".join(KEPT_KINDS).encode() + rb')"[^\n]*)')
+"""Without replaced workers, this fraction of the search is enough for the other ranks."""
+_OTHER_EVENT = re.compile(rb'\n(\{"kind":"(start|' + "|".join(KEPT_KINDS).encode() + rb')"[^\n]*)')
 
 
 def find_tail(path: Path, size: int, ranks: int) -> int:
-    """Where the first whole line begins in the part of a file that is read as a whole."""
+    """The start of the first whole line in the part of a file that is read completely."""
     tail = max(LEAST_TAIL_BYTES, min(MOST_TAIL_BYTES, TAILS_BYTES // ranks))
     if size <= 2 * tail:
         return 0
@@ -41,9 +41,9 @@ def find_tail(path: Path, size: int, ranks: int) -> int:
 def choose_lines(
     path: Path, begin: int, end: int, *, steps: int, scanned_bytes: int
 ) -> list[bytes]:
-    """Some lines of a part of a file, in its order: the first one, `steps` others, and no steps.
+    """Some lines of a part of a file, in order: the first one, `steps` others, and other events.
 
-    What is no step is looked for in the last `scanned_bytes` of the part.
+    Events other than steps are searched for in the last `scanned_bytes` of the part.
     """
     chosen = dict[int, bytes]()
     with open_plain(path) as file:
@@ -59,7 +59,7 @@ def choose_lines(
     scan.position = max(begin, end - scanned_bytes)
     for piece in scan.pieces():
         at = scan.position - len(piece)
-        for found in _NO_STEP.finditer(b"\n" + piece[: end - at]):
+        for found in _OTHER_EVENT.finditer(b"\n" + piece[: end - at]):
             newest[found[2]].append((at + found.start(), found[1]))
         if scan.position >= end:
             break

@@ -1,7 +1,7 @@
-"""Some steps of the timelines: all workers on one clock, waiting told from the transfer.
+"""Some steps of the timelines: all workers on one clock, with waits split from transfers.
 
-Timelines may be as long as the run. Their beginnings are read, and of those the steps in the middle
-are kept, as `paceline timeline` would write them.
+Timelines may be as long as the run. Only their beginnings are read, and the steps in the middle of
+these are kept, as `paceline timeline` would write them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from paceline.telemetry import Phase, RankRecording, TraceEvent, find_recordings
 
 RANKS_LIMIT = 16
 STEPS = 10
-"""How many steps the window has, where so many fit."""
+"""How many steps the window has, if they fit."""
 SPANS_LIMIT = 1500
 """The most spans of one worker."""
-LOOKED_AT = 8000
+READ_EVENTS = 8000
 """The most events that are read of one worker's timeline, of which the middle is shown."""
 LANES_LIMIT = 6
 FACTS_LIMIT = 4
@@ -27,10 +27,10 @@ LANES = {1: "computing", 2: "exchange"}
 
 
 def read_window(folder: RunFolder) -> dict[str, Any] | None:
-    """The window for the page, or None where nobody recorded whole steps."""
+    """The window for the page, or None where no complete steps were recorded."""
     try:
         paths = find_recordings(folder.path)
-        surveyed = [survey(path, LOOKED_AT) for path in paths[:RANKS_LIMIT]]
+        surveyed = [survey(path, READ_EVENTS) for path in paths[:RANKS_LIMIT]]
         recordings = [recording for recording in surveyed if recording.steps]
         if not recordings:
             return None
@@ -60,7 +60,7 @@ def read_window(folder: RunFolder) -> dict[str, Any] | None:
 def _take(
     recordings: Sequence[RankRecording], most_steps: int
 ) -> tuple[range, dict[int, list[TraceEvent]]]:
-    """The steps in the middle of those that all ranks have as a whole, and their spans by rank."""
+    """The middle of the steps that all ranks have completely, and their spans by rank."""
     common = sorted(set.intersection(*(set(recording.steps) for recording in recordings)))
     common = common or sorted(recordings[0].steps)
     begin = max(0, (len(common) - most_steps) // 2)
@@ -70,7 +70,7 @@ def _take(
         if event["ph"] in ("X", "i", "I") and rank is not None:
             before = spans.setdefault(rank, [])
             if before and before[-1]["args"]["step"] > event["args"]["step"]:
-                before.clear()  # a restart: what was before it is done again, or long ago
+                before.clear()  # after a restart: the steps before are repeated, or long ago
             before.append(event)
     begin_us = min((span["ts"] for each in spans.values() for span in each), default=0.0)
     for each in spans.values():
@@ -87,7 +87,7 @@ def _end(span: TraceEvent) -> float:
 
 
 def _pack(rank: int, spans: Sequence[TraceEvent], names: dict[str, int]) -> dict[str, Any]:
-    """A worker's rows: a span is the number of its name, its row, its times and its facts."""
+    """A worker's rows; a span is the index of its name, its row, its times and its facts."""
     lanes = sorted({whole(span.get("tid")) or 1 for span in spans})[:LANES_LIMIT]
     packed = []
     for span in spans:

@@ -1,4 +1,4 @@
-"""`paceline trace`: a recorded step drawn for people, and what training and prediction look like.
+"""`paceline trace`: draws a recorded step, the epochs after it, and a prediction.
 
 The recording itself is `paceline.record`.
 """

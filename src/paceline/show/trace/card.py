@@ -1,7 +1,8 @@
 """A recorded step as one picture: 1200 x 630, for the top of a page or a slide.
 
-The batch at the left, a coloured lane for each worker with its rows and one followed gradient, the
-combined gradient at the right, and below what the check found. Light colours, text as text.
+On the left the batch, then a coloured lane for each worker with its rows and the followed gradient,
+on the right the combined gradient, below the result of the check. Text stays text, so it can be
+copied.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TOP, BOTTOM = 150, 500
 
 
 def write(trace: Trace, path: Path) -> None:
-    """Write the picture as a whole, or leave what was there."""
+    """Write the picture to a file, atomically."""
     write_output(path, [draw_card(trace)])
 
 
@@ -115,7 +116,7 @@ def _verdict(trace: Trace) -> Iterator[str]:
 
 
 def _lanes(trace: Trace) -> list[int]:
-    """Which workers get a lane: the first ones and the last."""
+    """The workers that get a lane: the first ones and the last."""
     if trace.workers <= MOST_LANES:
         return list(range(max(1, trace.workers)))
     return [*range(MOST_LANES - 1), trace.workers - 1]

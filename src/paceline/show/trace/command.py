@@ -1,7 +1,7 @@
 """`paceline trace`: the command line.
 
 Without arguments it records one step of a built-in model. With a file or run folder it draws a step
-that was recorded before, and needs no torch for that.
+that was recorded before, which needs no torch.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--workers", "N", 2, "how many workers or replicas share the batch"),
         ("--batch", "N", 100, "rows of the batch, all workers together"),
         ("--seed", "N", 0, "generates the data, the model and the order of the rows"),
-        ("--epochs", "N", 0, "also train so many epochs, and say what the numbers mean"),
+        ("--epochs", "N", 0, "also train this many epochs, and comment on the numbers"),
         ("--sample", "I", None, "the row to follow (default: the batch's first)"),
-        ("--predict", "I", None, "also show row I on its way through every layer"),
+        ("--predict", "I", None, "also follow row I through every layer"),
         ("--step", "N", None, "which recorded step of RUN to draw"),
     ):
         told = text if default is None else f"{text} (default: {default})"
         add(flag, metavar=metavar, type=int, default=default, help=told)
     for flag, metavar, text in (
-        ("--model", "FILE:FUNCTION", "your own function: it returns (model, dataset, loss_fn)"),
+        ("--model", "FILE:FUNCTION", "a function that returns (model, dataset, loss_fn)"),
         ("--weight", "NAME[I,J]", 'the weight to follow, such as "0.weight[3,1]"'),
         ("--folder", "RUN", "also write pipeline/step{n}.json into this run folder"),
         ("--svg", "FILE", "also write the step as one picture of 1200 x 630, for a page or slide"),
@@ -75,13 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Record or read a step, and show it; 1 if it is not the same as one process."""
+    """Record or read a step, and show it; returns 1 if its check has failed."""
     screen = Printer(sys.stdout, is_plain=args.ascii, waits=args.step_by_step)
     if args.recorded:
         trace = _find(args.recorded, args.step)
     else:
         _check(args)
-        if not args.json:  # the first line at once: importing torch takes a second, or several
+        if not args.json:  # show the first line at once: importing torch takes seconds
             screen.show([title_of(ENGINES[args.engine])])
         trace = _record(args)
     if args.svg is not None:
@@ -96,7 +96,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 class Printer:
-    """Where a step is shown: as wide as a terminal, with colours there, in ASCII if need be."""
+    """Prints a step: as wide as the terminal, with colours there, in ASCII if needed."""
 
     def __init__(self, stream: IO[str], *, is_plain: bool = False, waits: bool = False) -> None:
         self._stream = stream
@@ -111,12 +111,12 @@ class Printer:
 
     @property
     def width(self) -> int:
-        """In columns, as the terminal is now."""
+        """The terminal's current width in columns, within limits."""
         columns = shutil.get_terminal_size().columns if self._is_terminal else WIDTH
         return max(NARROWEST, min(WIDEST, columns))
 
     def show(self, lines: Iterable[str]) -> None:
-        """Print lines; an empty one ends a stage: there wait for Enter, if that was asked for."""
+        """Print lines; with `--step-by-step`, wait for Enter at empty lines, which end a stage."""
         for line in finish([*lines], sys.maxsize, self.is_plain):
             if not line and self._waits:
                 self._waits = bool(_ask("    Enter: the next stage. "))
@@ -125,7 +125,7 @@ class Printer:
 
 
 def _ask(words: str) -> bool:
-    """Wait for Enter; False where nobody is there to press it."""
+    """Wait for Enter; False at the end of standard input."""
     try:
         input(words)
     except EOFError:
@@ -135,7 +135,7 @@ def _ask(words: str) -> bool:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Refuse what can be refused before the work; settle what depends on other flags."""
+    """Check flags before the work; set those that depend on others."""
     if args.step is not None:
         raise UsageError("--step chooses among recorded steps.", advice="Name a run folder too.")
     check_whole("--seed", args.seed, 0, most=2**32 - 1)
@@ -147,7 +147,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _record(args: argparse.Namespace) -> Trace:
     with warnings.catch_warnings():
-        # torch without NumPy says so once; nothing here needs it.
+        # torch warns once if NumPy is missing; nothing here needs NumPy.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         from paceline.show.trace import task
         from paceline.show.trace.training import trace_task
@@ -160,7 +160,7 @@ def _record(args: argparse.Namespace) -> Trace:
 
 
 def _find(place: str, step: int | None) -> Trace:
-    """The recorded step in a file, or the one of a run folder that was asked for, or its last."""
+    """The recorded step in a file; or of a run folder, the one with this number, or the last."""
     path = Path(place)
     if path.is_dir():
         folder = RunFolder(path)

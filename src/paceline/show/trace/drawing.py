@@ -1,8 +1,8 @@
-"""A recorded step as lines of text: boxes for what each worker has, lines for where it goes.
+"""A recorded step as text: boxes for what each worker has, lines for where it goes.
 
-Pure: a `Trace` in, lines out, none wider than asked. `plain` has no character beyond ASCII; `paint`
-adds colour afterwards, so that a width is always that of the text. A row of `n` boxes divides the
-width evenly, so the lines from one row to the next follow from the numbers of boxes alone.
+Pure functions: a `Trace` in, lines out, none wider than `width`. `plain` is ASCII only; `paint`
+adds colours afterwards, so that widths are those of the text. A row of `n` boxes divides the width
+evenly, so the lines between two rows depend only on their numbers of boxes.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ LANE = 24
 """The narrowest box. At 80 columns three fit side by side; of more workers the first, the last and
 the followed sample's are drawn."""
 MOST_BUCKETS, MOST_NUMBERS, MOST_ITEMS, MOST_EXTENTS, MOST_LETTERS = 5, 4, 1000, 8, 1000
-"""How much is drawn of what could be anything in a file: a list, a shape, a text."""
+"""Limits for values from a file, which may be of any size: lists, shapes, texts."""
 DATA_STAGES = {"data", "batch", "split", "forward", "gather"}
-"""Where a tensor is told by its dtype and size; elsewhere by its name."""
+"""Stages that show a tensor's dtype and size; others show its name."""
 
 SAMPLE, WEIGHT, GOOD, BAD, BAR = "●", "◆", "✓", "✗", "█"
 BAR_WIDTH, NARROW = 10, 70
@@ -64,7 +64,7 @@ _COLOURS = {
 
 @dataclass(frozen=True, slots=True)
 class TextBox:
-    """A title, what is inside, and a remark at the right end of the title's line."""
+    """A title, lines inside, and a remark at the right end of the title's line."""
 
     title: str
     lines: Sequence[str]
@@ -72,16 +72,16 @@ class TextBox:
 
 
 def paint(line: str) -> str:
-    """The line with the colours of a terminal: titles, marks and what they mark, verdicts."""
+    """Colour a line for a terminal: titles, marks, marked text, results of checks."""
     for pattern, code in _COLOURS.items():
         line = re.sub(f"({pattern})", f"\x1b[{code}m\\1\x1b[0m", line)
     return line
 
 
 def draw(trace: Trace, *, width: int = WIDTH, plain: bool = False) -> list[str]:
-    """The whole picture: heading, stages, what was followed, the check, training, prediction.
+    """The whole picture: heading, stages, followed values, check, training, prediction.
 
-    An empty line stands before every part.
+    Every part begins with an empty line.
     """
     trace = bounded(trace)
     lines = [*_heading(trace, width)]
@@ -94,12 +94,12 @@ def draw(trace: Trace, *, width: int = WIDTH, plain: bool = False) -> list[str]:
     if trace.training is not None:
         lines += ["", *training_lines(trace.training, width)]
     if trace.prediction is not None:
-        lines += ["", *_prediction(trace.prediction, width), *_way(trace, width)]
+        lines += ["", *_prediction(trace.prediction, width), *_follow_prediction(trace, width)]
     return finish(lines, width, plain)
 
 
 def finish(lines: Sequence[str], width: int, plain: bool) -> list[str]:
-    """The lines, none wider than asked, in ASCII if need be."""
+    """Cut lines to the width, and convert them to ASCII if `plain`."""
     if plain:
         lines = [line.translate(_PLAIN).encode("ascii", "replace").decode() for line in lines]
     return [_cut(line.rstrip(), width) for line in lines]
@@ -119,7 +119,7 @@ def draw_stage(trace: Trace, name: str, *, width: int = WIDTH, plain: bool = Fal
 
 
 def title_of(engine: str) -> str:
-    """The first line, which is known before the step is recorded."""
+    """The first line; it is known before the step is recorded."""
     return f"One batch on its way through {engine}"
 
 
@@ -141,7 +141,7 @@ def _heading(trace: Trace, width: int) -> Iterator[str]:
 
 
 def _shown_workers(trace: Trace, width: int) -> list[int]:
-    """Which workers get a box of their own: first, last, the followed sample's, and what fits."""
+    """The workers that get a box: first, last, the followed sample's, and as many as fit."""
     size = max(1, trace.workers)
     lanes = min(most_boxes(width), size)
     stops = trace.sample.stops if trace.sample else []
@@ -153,7 +153,7 @@ def _shown_workers(trace: Trace, width: int) -> list[int]:
 def _stage(
     trace: Trace, stage: Stage, number: int, boxes: Sequence[TextBox], lanes: int, width: int
 ) -> Iterator[str]:
-    """Title, sentence, the lines from the `lanes` above, the boxes, and who is not drawn."""
+    """Title, sentence, lines from the `lanes` above, boxes, and the number of others."""
     cost = [f"{bytes_text(stage.bytes_moved)} moved"] if stage.bytes_moved else []
     cost += [] if stage.seconds is None else [seconds_text(stage.seconds)]
     title, right = f"{number:>2}  {stage.title.upper()}", ", ".join(cost)
@@ -200,7 +200,7 @@ def _box(trace: Trace, stage: Stage, part: Part, room: int) -> TextBox:
 
 
 def _tensor(facts: TensorFacts, stage: Stage, room: int) -> list[str]:
-    """Shape and what it is on a line, then the first values or else their statistics."""
+    """Shape and type on a line, then the first values, or else statistics."""
     if facts.name == "model":
         return [f"model, {bytes_text(facts.bytes)}"]
     if facts.name == "loss" and facts.first:
@@ -208,7 +208,7 @@ def _tensor(facts: TensorFacts, stage: Stage, room: int) -> list[str]:
     is_data = stage.name in DATA_STAGES
     what = f"{facts.dtype}," if is_data else facts.name
     lines = wrap(f"{shape_text(facts.shape[:MOST_EXTENTS])} {what}", room)
-    if is_data:  # a number is not parted from its unit
+    if is_data:  # keep a number and its unit on one line
         *above, last = lines
         size = bytes_text(facts.bytes)
         is_short = len(last) + 1 + len(size) <= room
@@ -223,7 +223,7 @@ def _tensor(facts: TensorFacts, stage: Stage, room: int) -> list[str]:
 
 
 def _marks(trace: Trace, stage: Stage, part: Part) -> Iterator[str]:
-    """Where the followed sample and weight are in this box."""
+    """Lines for the followed sample and weight in this box."""
     sample, weight = trace.sample, trace.weight
     for stop in sample.stops if sample else []:
         if sample and (stop.stage, stop.worker) == (stage.name, part.worker):
@@ -240,7 +240,7 @@ def _marks(trace: Trace, stage: Stage, part: Part) -> Iterator[str]:
 
 
 def _bucket_lines(parts: Sequence[Part], weight: Weight | None, room: int) -> list[str]:
-    """What one worker packs: a line for each bucket, with what is in it where there are few."""
+    """One worker's buckets, a line for each; where there are few, with their contents."""
     lines: list[str] = []
     for part in parts[:MOST_BUCKETS]:
         lines.append(f"{part.title}  {bytes_text(sum(facts.bytes for facts in part.tensors))}")
@@ -253,13 +253,13 @@ def _bucket_lines(parts: Sequence[Part], weight: Weight | None, room: int) -> li
 
 
 def _some(numbers: Sequence[str]) -> str:
-    """All where they are few, else the first ones and how many more there are."""
+    """All numbers where they are few, else the first ones and how many more there are."""
     more = len(numbers) - MOST_NUMBERS + 1
     return list_text([*numbers[:-more], f"{more} more"] if more > 1 else numbers)
 
 
 def _conclusions(trace: Trace, width: int) -> Iterator[str]:
-    """What became of the weight, and the check."""
+    """The followed weight through the step, and the check."""
     if trace.weight is not None:
         told = [
             f"{stop.what} {_some([f'{n:.6g}' for n in dict.fromkeys(stop.by_worker)])}"
@@ -291,9 +291,9 @@ def training_lines(training: TrainedEpochs, width: int) -> Iterator[str]:
         bar = (BAR * max(1, round(share * BAR_WIDTH)) if share > 0 else "").ljust(BAR_WIDTH)
         time = seconds_text(each.seconds) if each.seconds else "-"
         rows.append([str(each.epoch), short_number(each.loss), bar, accuracy, unseen, time])
-    if width < NARROW:  # the words need the room more
+    if width < NARROW:  # leave the room to the observations
         rows = [row[:2] + row[3:] for row in rows]
-    said = ["what it says", *(epoch.observation for epoch in training.epochs)]
+    said = ["observation", *(epoch.observation for epoch in training.epochs)]
     yield "Training"
     for line, words in zip(table_lines(rows, ">"), said, strict=True):
         yield from wrap(words or "-", width, " " * (len(line) + 4), f"  {line}  ")
@@ -302,7 +302,7 @@ def training_lines(training: TrainedEpochs, width: int) -> Iterator[str]:
 
 
 def _prediction(prediction: SamplePrediction, width: int) -> Iterator[str]:
-    """One sample on its way through the layers."""
+    """One sample through the layers."""
     layers = [("input", facts) for facts in prediction.input[:1]]
     layers += [(f"{each.name} {each.kind}".strip(), each.output) for each in prediction.layers]
     rows = [["layer", "shape", "min", "mean", "max", "zeros"]]
@@ -314,12 +314,12 @@ def _prediction(prediction: SamplePrediction, width: int) -> Iterator[str]:
     yield f"Prediction for sample {prediction.index:,}, layer by layer"
     yield from (f"  {line}" for line in table_lines(rows, "<<>"))
     if any(facts.stats is None for _, facts in layers):
-        yield "  -: too few numbers to hide them in statistics"
+        yield "  -: too few numbers: statistics would reveal them"
     if prediction.answer is not None:
         yield from wrap(f"Answer: {prediction.answer.text}.", width, "  ")
 
 
-def _way(trace: Trace, width: int) -> Iterator[str]:
+def _follow_prediction(trace: Trace, width: int) -> Iterator[str]:
     """The predicted sample in a batch: through the split, each device, and the gather."""
     prediction = trace.prediction
     if prediction is None or not prediction.stages:
@@ -368,7 +368,7 @@ def side_by_side(boxes: Sequence[TextBox], width: int, *, is_fed: bool = False) 
 
 
 def connect(before: int, after: int, width: int) -> str:
-    """The line from a row of `before` boxes to one of `after`: straight on, a fork or a join."""
+    """The line from a row of `before` boxes to one of `after`: straight, a fork or a join."""
     sources = [start + size // 2 for start, size in slots(before, width)]
     goals = [start + size // 2 for start, size in slots(after, width)]
     left, right = min(sources + goals), max(sources + goals)
@@ -385,7 +385,7 @@ def connect(before: int, after: int, width: int) -> str:
 
 
 def wrap(text: str, width: int, indent: str = "", first: str | None = None) -> list[str]:
-    """Text wrapped to a width; `first` takes the place of the first line's indent."""
+    """Text wrapped to a width; `first` replaces the first line's indent."""
     return textwrap.wrap(
         text,
         max(width, len(indent) + 10),
@@ -396,12 +396,12 @@ def wrap(text: str, width: int, indent: str = "", first: str | None = None) -> l
 
 
 def _marked(mark: str, text: str, width: int) -> list[str]:
-    """Text behind a mark, which takes two characters in ASCII."""
+    """Text after a mark, which takes two characters in ASCII."""
     return wrap(text, width - 1, "  ", f"{mark} ")
 
 
 def short_number(number: float) -> str:
-    """Three digits, in as few characters as that takes."""
+    """A number with three significant digits, in few characters."""
     size = abs(number)
     if number and (size >= 1e5 or size < 1e-3):
         return f"{number:.1e}".replace("e-0", "e-").replace("e+0", "e+")
@@ -424,7 +424,7 @@ def _cut(text: str, room: int) -> str:
 
 
 def bounded(value: Any) -> Any:
-    """The value with clean and short texts, and short lists: it may come from anybody's file."""
+    """The value with printable, short texts and short lists: the file is not trusted."""
     if isinstance(value, str):
         text = value[:MOST_LETTERS]
         is_clean = text.isascii() and text.isprintable()

@@ -1,4 +1,4 @@
-"""What a training and a model say: epochs put into words, and one sample through every layer."""
+"""Comments on epochs of a training, and one sample through every layer of a model."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from paceline.group import find_tensors
 from paceline.record import Answer, Epoch, Layer, SamplePrediction, TrainedEpochs, tree_facts
 
 FLAT = 0.02
-"""A change of the loss by less than this share is none."""
+"""A change of the loss by less than this share counts as none."""
 FAST = 0.25
-"""From this share on the loss falls fast."""
+"""From this share on the loss counts as falling fast."""
 DIVERGED = 3.0
-"""A loss so many times the best one has left for good."""
+"""A loss this many times the best one counts as diverged."""
 
 Kind = Literal["classes", "binary", "value"]
-"""What an output means: a score for each class, one score for yes or no, or the value itself."""
+"""What an output means: a score for each class, one score for yes or no, or a value."""
 
 
 def observe(epochs: Sequence[Epoch]) -> TrainedEpochs:
-    """The same epochs with an observation each, and one for all of them."""
+    """Add an observation to each epoch, and one for all of them."""
     told = [
         replace(epoch, observation=_describe_epoch(epochs[:number], epoch))
         for number, epoch in enumerate(epochs)
@@ -66,7 +66,7 @@ def _describe_training(epochs: Sequence[Epoch]) -> str:
             f"The training diverged; its best epoch was {best.epoch}, with a loss of "
             f"{best.loss:.4g}. Try a smaller learning rate."
         )
-    # One bad epoch among good ones is not a trend: the last one decides.
+    # A single bad epoch is not a trend: only the last one decides.
     known = [(e.evaluation_loss, e) for e in epochs if e.evaluation_loss is not None]
     if known:
         least, then = min(known, key=lambda pair: pair[0])
@@ -102,7 +102,7 @@ def trace_prediction(
     kind: Kind = "value",
     values: bool = False,
 ) -> SamplePrediction:
-    """Run one sample, a batch of one row, through the model and note what every layer makes of it.
+    """Run one sample, a batch of one row, through the model, and record every layer's output.
 
     Layers are the modules inside which no other one is called, in the order of their calls: those
     without children, and those that do not call theirs, as attention does. The model is in
@@ -157,7 +157,7 @@ def trace_prediction(
 
 
 def answer_of(output: Tensor, kind: Kind, expected: float | None) -> Answer:
-    """What one row of output says."""
+    """The answer in one row of output."""
     row = output.detach().reshape(-1).double().cpu()
     said = "" if expected is None else f"; the dataset says {expected:.4g}"
     if kind == "value" or (kind == "classes" and row.numel() < 2):

@@ -1,7 +1,7 @@
-"""Before the first step: workers meet, models are brought to devices, rank 0's weights to all.
+"""Before the first step: the group is formed, models are moved, rank 0's weights are broadcast.
 
-These stages belong to a training that begins, so `paceline trace` has them, and a step recorded in
-the middle of a run does not.
+These stages belong to the start of a training, so only `paceline trace` has them, and not a step
+recorded in the middle of a run.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from paceline.telemetry import bytes_text
 def wrap_on_worker(
     model: nn.Module, world: World, *, met_s: float, seed: int, values: bool
 ) -> tuple[DistributedDataParallel, list[Stage]]:
-    """The model on its device and wrapped, and the stages `meet` and `place` of all workers.
+    """Move and wrap the model; returns it with the stages `meet` and `place` of all workers.
 
-    Workers but the first draw weights of their own before: it must not matter what they had.
+    All workers but the first draw different weights before, to show that these do not matter.
     """
     begin_s = time.perf_counter()
     model = model.to(world.device)
@@ -57,15 +57,15 @@ def wrap_on_worker(
             "meet",
             "workers meet",
             f"The {world.size} processes call init_process_group(). Now each knows its rank and "
-            "how many they are."
+            "how many there are."
             if several
-            else "One process: there is nobody to meet.",
+            else "One process: there are no others to meet.",
             meet,
         ),
         _stage(
             "place",
             "model to the devices",
-            "Every worker brings its copy of the model to its own device. "
+            "Every worker moves its copy of the model to its own device. "
             + (
                 "Then rank 0's weights are sent to all, whatever they had: now all are equal."
                 if several
@@ -81,7 +81,7 @@ def place_replicas(model: nn.Module, main: str) -> list[Stage]:
     """The stage `place` of one process: the model on the main device."""
     size = tensor_bytes(list(model.parameters()))
     text = (
-        f"The model, {bytes_text(size)} of weights, is brought to {main}, the main device, before "
+        f"The model, {bytes_text(size)} of weights, is moved to {main}, the main device, before "
         "it is wrapped; and so is every batch before the call."
     )
     moved = 0 if main.startswith("cpu") else size
@@ -91,7 +91,7 @@ def place_replicas(model: nn.Module, main: str) -> list[Stage]:
 
 
 def draw_weights(model: nn.Module, seed: int) -> None:
-    """Other weights than it had, by the seed."""
+    """Replace the weights by random ones from the seed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in model.parameters():

@@ -1,7 +1,7 @@
-"""What is trained in a trace: the built-in model and data, or the user's own.
+"""The training task of a trace: the built-in model and data, or the user's own.
 
-The built-in task is 1,000 rows of 10 numbers and a yes or no for each, which a small network
-learns; everything is generated, so nothing is downloaded.
+The built-in task is 1,000 rows of 10 numbers with a yes or no for each, learned by a small network;
+the data is generated, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from paceline.show.trace.prediction import Kind
 
 ROWS, NEW_ROWS, FEATURES, HIDDEN = 1_000, 200, 10, 32
 NOISE = 0.26
-"""So much that nearly a tenth of the rows cannot be told from their features."""
+"""With this much noise, nearly a tenth of the rows cannot be predicted from their features."""
 OFFSET = 0.27
-"""Six rows in ten lie on this side, so that answering the same for all is right in six of ten."""
+"""With this offset six rows in ten are "yes", so a constant answer is right for six in ten."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A model, what it learns from, and how; a user's dictionary has these keys."""
+    """A model, its data, loss and optimizer; a user's dictionary has these keys."""
 
     model: nn.Module
     dataset: Any
@@ -43,7 +43,7 @@ class Task:
     loss_fn: Callable[[Any, Any], Tensor]
     """The mean over the rows of an output and their targets."""
     optimizer: Callable[[Any], Optimizer] = lambda parameters: SGD(parameters, lr=0.1)
-    """Makes one for parameters."""
+    """Makes an optimizer for parameters."""
     evaluation: Any = None
     """A dataset of rows that are not trained on."""
     kind: Kind | None = None
@@ -54,7 +54,7 @@ class Task:
         return self.kind or ("classes" if is_whole else "value")
 
     def count_right(self, output: Any, targets: Any) -> int | None:
-        """How many rows are predicted right; None where that is not a question."""
+        """How many rows are predicted correctly; None where outputs are not classes."""
         kind = self.kind_of(targets)
         if kind == "value" or not isinstance(output, Tensor) or not isinstance(targets, Tensor):
             return None
@@ -66,9 +66,9 @@ class Task:
 
 
 def built_in(seed: int) -> Task:
-    """The 10-feature demo: does a row lie on this side of a plane, or on the other?
+    """The 10-feature task: on which side of a plane does a row lie?
 
-    Before training the network says little more than "this side": accuracy begins at about 0.6.
+    Before training the network answers "yes" for most rows, so accuracy begins at about 0.6.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = ROWS + NEW_ROWS
@@ -79,7 +79,7 @@ def built_in(seed: int) -> Task:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         hidden, last = nn.Linear(FEATURES, HIDDEN), nn.Linear(HIDDEN, 1)
-    nn.init.constant_(last.bias, math.log(0.6 / 0.4))  # how common the answers are
+    nn.init.constant_(last.bias, math.log(0.6 / 0.4))  # the odds of "yes"
     return Task(
         model=nn.Sequential(hidden, nn.ReLU(), last),
         dataset=TensorDataset(x[:ROWS], y[:ROWS]),
@@ -142,7 +142,7 @@ def _as_task(made: Any, target: str) -> Task:
     advice = f"Return (model, dataset, loss_fn), or a dictionary with keys of {', '.join(keys)}."
     if not isinstance(made, Mapping):
         raise UsageError(f"{target!r} returned {type(made).__name__}.", advice=advice)
-    # A key that is None is one that was left out.
+    # A key whose value is None counts as missing.
     parts = {str(key): value for key, value in made.items() if value is not None}
     for name in {"dataset", "evaluation"} & parts.keys():
         parts[name] = _as_dataset(parts[name], name, target)

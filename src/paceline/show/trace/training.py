@@ -1,8 +1,8 @@
 """One recorded step of a task on a real engine, and the epochs around it.
 
-Both engines see the same batches: the order of an epoch is a function of the seed. The recorded
-step is the one whose batch has the sample that is followed, else the first. Without epochs to train
-it is the only step that is taken.
+Both engines get the same batches: the order of an epoch is a function of the seed. The recorded
+step is the one whose batch contains the followed sample, else the first. Without epochs to train it
+is the only step.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from paceline.show.trace.task import Task
 from paceline.telemetry import seconds_text
 
 FIRST_STEPS, TIMED_STEPS = 3, 7
-PREDICTS = {"sampler", "batch", "split", "forward", "gather"}
-"""The stages of a step that a prediction has too."""
+PREDICTION_STAGES = {"sampler", "batch", "split", "forward", "gather"}
+"""The stages of a step that also belong to a prediction."""
 BUSY = 2
-"""A step that takes so many times as long as another was kept waiting by something else."""
+"""If the slowest timed step takes this many times as long as the fastest, the machine is busy."""
 
 
 def trace_task(task: Task, options: Namespace) -> Trace:
@@ -55,8 +55,8 @@ def trace_task(task: Task, options: Namespace) -> Trace:
     _check(task, options)
     if options.engine == "ddp":
         if options.device == "cpu":
-            # The first optimizer imports half of torch: once here, not once per worker. Not where
-            # they will use CUDA: whatever it imports must not talk to the driver before the fork.
+            # The first optimizer imports the compiler: here once, and not in each forked worker.
+            # Not where workers will use CUDA, whose driver must not be initialised before the fork.
             task.optimizer([nn.Parameter(torch.zeros(1))])
         told = launch(_work, task, options, workers=options.workers, label=False)
         return from_json(told[0])
@@ -91,7 +91,7 @@ def _check(task: Task, options: Namespace) -> None:
             f"--batch is {batch}, which cannot be shared among --workers {options.workers}, or is "
             f"more than the dataset has: {rows:,} rows."
         )
-    # Counted: is_available() would talk to CUDA's driver, and then no fork of this process could.
+    # device_count(), because is_available() initialises CUDA's driver, which then fails in forks.
     if options.device == "cuda" and not torch.accelerator.device_count():
         raise UsageError("--device is cuda, but this machine has none.", advice="Use --device cpu.")
     for flag, number in (("--sample", options.sample), ("--predict", options.predict)):
@@ -133,7 +133,7 @@ def _choose_step(task: Task, options: Namespace) -> tuple[int, int]:
 
 
 class _Loop:
-    """The training of one process: all of it for replicas, one rank's part otherwise."""
+    """The training in one process: all of it for replicas, one rank's part otherwise."""
 
     def __init__(
         self, task: Task, options: Namespace, model: Any, group: Any, before: list[Stage]
@@ -150,10 +150,10 @@ class _Loop:
     def run(self) -> Trace:
         self.model.train()
         rows = next(islice(self._batches(0), self.chosen, None))
-        timed = self._rehearse(rows) if self.options.rehearse else []
+        timed = self._time_step(rows) if self.options.rehearse else []
         epochs = []
         if self.options.epochs == 0:
-            self._record(rows, step=1)  # the only step, whichever batch it takes
+            self._record(rows, step=1)  # the only step, so it is number 1 whatever its batch
         else:
             epochs = [self._untrained(), *map(self._epoch, range(self.options.epochs))]
         assert self.trace is not None  # the chosen step is one of the first epoch
@@ -167,7 +167,7 @@ class _Loop:
         )
 
     def _with_epoch(self, stage: Stage) -> Stage:
-        """What the sampler does in a whole epoch, which one step does not show."""
+        """Add the sampler's totals over an epoch, which one step does not show."""
         if stage.name != "sampler":
             return stage
         dealt = [
@@ -183,10 +183,11 @@ class _Loop:
     def _batches(self, epoch: int) -> Iterator[list[int]]:
         return deal_batches(self.task, self.options, epoch, self.size, self.rank)
 
-    def _rehearse(self, rows: list[int]) -> list[Trace]:
-        """Take the step several times to time it; what it changes is put back.
+    def _time_step(self, rows: list[int]) -> list[Trace]:
+        """Take the step several times to time it, and restore all state afterwards.
 
-        The first ones do what happens only once, such as agreeing on the order of buckets.
+        The first ones are not counted: they do one-time work, such as agreeing on the order of
+        buckets.
         """
         state = copy.deepcopy((self.model.state_dict(), self.optimizer.state_dict()))
         timed = []
@@ -200,12 +201,12 @@ class _Loop:
         return timed[FIRST_STEPS:]
 
     def _untrained(self) -> Epoch:
-        """Epoch 0: what the model knows before it has learned anything."""
+        """Epoch 0: the untrained model."""
         loss, accuracy = self._evaluate(self.task.dataset)
         return self._rated(0, float("nan") if loss is None else loss, accuracy, 0.0)
 
     def _rated(self, epoch: int, loss: float, accuracy: float | None, seconds: float) -> Epoch:
-        """The epoch with what the model makes of rows that it does not train on."""
+        """The epoch with loss and accuracy on rows that are not trained on."""
         new_loss, new_accuracy = self._evaluate(self.task.evaluation)
         return Epoch(
             epoch=epoch,
@@ -221,7 +222,7 @@ class _Loop:
         seconds = 0.0
         for step, rows in enumerate(self._batches(number)):
             if number == 0 and step == self.chosen:
-                sums += self._record(rows, step + 1)  # takes its time, which is not counted
+                sums += self._record(rows, step + 1)  # not timed, because recording is slow
             else:
                 begin_s = time.perf_counter()
                 sums += self._step(rows)
@@ -249,7 +250,7 @@ class _Loop:
         """Forward, loss, backward, update; the sums of losses and hits, and the rows."""
         self.optimizer.zero_grad()
         inputs, targets = self._load(rows)
-        # The engine divides by the rows of all workers, so the mean becomes a sum.
+        # The engine divides by the rows of all workers, so pass it a sum instead of the mean.
         items = 1 if self.group is None else len(rows)
         with nullcontext() if self.group is None else self.model.weighted(items):
             output = self.model(*inputs)
@@ -304,10 +305,12 @@ class _Loop:
         )
         way = self._predict_in_batch(index)
         stops = way.sample.stops if way.sample else []
-        return replace(alone, stages=[s for s in way.stages if s.name in PREDICTS], stops=stops)
+        return replace(
+            alone, stages=[s for s in way.stages if s.name in PREDICTION_STAGES], stops=stops
+        )
 
     def _predict_in_batch(self, index: int) -> Trace:
-        """The row once more, in a batch of its neighbours that the engine shares out."""
+        """The row again, in a batch of its neighbours that the engine divides."""
         batch = self.options.batch
         start = min(index - index % batch, len(self.task.dataset) - batch)
         own = list(range(start, start + batch))[self.rank :: self.size]
@@ -332,7 +335,7 @@ class _Loop:
 
 
 def with_median_times(trace: Trace, timed: Sequence[Trace]) -> Trace:
-    """The step with the medians of the times that it took, several times over."""
+    """The step with the median times of several repetitions."""
 
     def median_of(times: Iterable[float | None]) -> float | None:
         known = [seconds for seconds in times if seconds is not None]

@@ -2,7 +2,7 @@
 
     run folder --read--> RunData --live--> one small message --server--> every open page
 
-`follow` reads each run once, however many pages show it; `live` says how the run is now; `server`
-is who may ask for what, and what a browser gets; `command` is `paceline watch`. The run does not
-know that it is watched.
+`follow` reads each run once, however many pages show it; `live` is the run's current state;
+`server` checks requests and answers them; `command` is `paceline watch`. Watching does not affect
+the run: it only reads the folder.
 """

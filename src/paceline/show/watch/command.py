@@ -1,8 +1,8 @@
 """`paceline watch`: the live page of a run in the browser, or the same on a terminal.
 
-Without a name it is the newest run under `runs/`; a folder of runs shows all of them. Started by
-`paceline run --watch` it waits for the run's folder, outlives the run, and ends when nobody looks;
-an address that it has printed answers.
+Without a name it shows the newest run under `runs/`; a folder of runs shows all of them. Started by
+`paceline run --watch` it waits for the run's folder, outlives the run, and ends when no page is
+open. It listens before it prints its address, so that address always answers.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 RUNS = Path("runs")
 RUNS_LIMIT = 256
-LEFT_ALONE_S = 60.0
-"""For so long the page of a training that has ended waits for somebody to open it again."""
+IDLE_S = 60.0
+"""How long the server of a training that has ended continues without an open page."""
 POLL_S = 0.1
 
 
@@ -56,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--token-file", metavar="FILE", help=help)
     add("--terminal", action="store_true", help="show it here, a row for each worker")
-    # By `paceline run --watch`, which names the run folder in the file that is standard input.
+    # Set by `paceline run --watch`, which writes the run folder's path to the file on standard
+    # input.
     add("--beside-training", action="store_true", help=argparse.SUPPRESS)
 
 
@@ -77,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
         ) from None
     paths = _wait_for(sys.stdin.fileno()) if args.beside_training else find_paths(args.run)
     if not paths:
-        print("paceline watch: no run was begun, so there is no page.", file=sys.stderr)
+        print("paceline watch: no run has begun, so there is no page.", file=sys.stderr)
         return 0
     with server.listen(args.port) as listening, private_folder() as private:
         port = listening.getsockname()[1]
@@ -87,9 +88,9 @@ def main(args: argparse.Namespace) -> int:
         stream = sys.stderr if args.beside_training else sys.stdout
         print(f"paceline watch: {address}", file=stream, flush=True)
         if args.beside_training:
-            _let_go_of_output()
+            _close_output()
         else:
-            print("Ctrl-C ends the page, and nothing else.", flush=True)
+            print("Ctrl-C ends the page; the training continues.", flush=True)
         if not args.no_open:
             _open(address, Path(private))
         folders = [each for each in args.run if not _is_run(Path(each))]
@@ -107,17 +108,18 @@ def main(args: argparse.Namespace) -> int:
             ws="none",
         )
         running = uvicorn.Server(config)
-        # Uvicorn ends, and then sends the signal again: by default the folder would stay.
+        # Uvicorn shuts down and then raises the signal again: by default that would end the
+        # process before the private folder is removed.
         with contextlib.suppress(ValueError):  # not the main thread
             signal.signal(signal.SIGTERM, lambda *_: None)
-        asyncio.run(_serve(running, listening, watched, is_left_alone=args.beside_training))
+        asyncio.run(_serve(running, listening, watched, ends_when_idle=args.beside_training))
     return 0
 
 
 async def _serve(
-    running: uvicorn.Server, listening: socket.socket, watched: Watched, *, is_left_alone: bool
+    running: uvicorn.Server, listening: socket.socket, watched: Watched, *, ends_when_idle: bool
 ) -> None:
-    """Serve until Ctrl-C; where that cannot reach, until nobody looks at a run that has ended."""
+    """Serve until Ctrl-C; beside a training, until it has ended and no page is open."""
     watched.first.begin()
     serving = asyncio.create_task(running.serve(sockets=[listening]))
     idle_since_s, is_nice = time.monotonic(), False
@@ -126,13 +128,13 @@ async def _serve(
         if watched.first.is_shown and not is_nice:
             is_nice = True
             with contextlib.suppress(OSError):
-                os.nice(5)  # from now on the training goes first
-        await asyncio.to_thread(watched.look)
+                os.nice(5)  # after the first page: the training has priority
+        await asyncio.to_thread(watched.refresh)
         if not watched.pages:
             await asyncio.to_thread(watched.first.read)
         if watched.pages or watched.first.state == "running":
             idle_since_s = time.monotonic()
-        if is_left_alone and time.monotonic() - idle_since_s > LEFT_ALONE_S:
+        if ends_when_idle and time.monotonic() - idle_since_s > IDLE_S:
             running.should_exit = True
     await serving
 
@@ -143,9 +145,9 @@ def _is_run(path: Path) -> bool:
 
 
 def find_paths(given: Sequence[str], *, must_be_there: bool = False) -> list[Path]:
-    """The run folders that are meant; a folder that is none is searched for some.
+    """The run folders for the arguments; a folder that is not a run is searched for runs.
 
-    Where it holds none, it is returned itself: one may begin there.
+    A folder without runs is returned itself: one may begin there.
     """
     if not given:
         runs = sorted(find_runs(RUNS, RUNS_LIMIT) if RUNS.is_dir() else (), key=_last_written)
@@ -159,14 +161,14 @@ def find_paths(given: Sequence[str], *, must_be_there: bool = False) -> list[Pat
         if not path.is_dir():
             raise UsageError(
                 f"There is no run folder {str(path)!r}.",
-                advice="Give the folder that a run wrote, the one with run.json and events/ in it.",
+                advice="Name the folder that a run wrote, the one with run.json and events/ in it.",
             )
         is_run = _is_run(path)
         around = [] if is_run else find_runs(path, RUNS_LIMIT)
         runs = [path] if is_run else [run for run in around if run != path.parent]
         if not runs and must_be_there:
             raise UsageError(
-                f"{str(path)!r} holds no run: no run.json, no events.", advice="Train one first."
+                f"{str(path)!r} has no run: no run.json, no events.", advice="Train one first."
             )
         runs, is_run = runs or [path], is_run or not runs
         found += runs if is_run else sorted(runs, key=_last_written, reverse=True)
@@ -174,19 +176,19 @@ def find_paths(given: Sequence[str], *, must_be_there: bool = False) -> list[Pat
 
 
 def _open(address: str, private: Path) -> None:
-    """Open a browser where there is one with windows; elsewhere the address has to do.
+    """Open a graphical browser, if there is one.
 
-    What it is called with everybody on the machine can see, so it is told by a file.
+    Other users can see a process's arguments, so the address with its token is passed in a file.
     """
-    way = private / "open.html"
-    way.write_text(f'<meta http-equiv="refresh" content="0; url={address}">\n')
+    page = private / "open.html"
+    page.write_text(f'<meta http-equiv="refresh" content="0; url={address}">\n')
     try:
         browser = webbrowser.get()
     except webbrowser.Error:
         return
-    # One that draws on the terminal is for those who have asked for it.
+    # A browser in the terminal only if BROWSER asks for it.
     if type(browser) is not webbrowser.GenericBrowser or env.read("BROWSER"):
-        threading.Thread(target=browser.open, args=[way.as_uri()], daemon=True).start()
+        threading.Thread(target=browser.open, args=[page.as_uri()], daemon=True).start()
 
 
 def _last_written(run: Path) -> float:
@@ -197,12 +199,13 @@ def _last_written(run: Path) -> float:
 
 
 def _wait_for(announcement: int) -> list[Path]:
-    """The folder of the run that the launcher has started; none if it ends without one.
+    """Wait for the folder of the run that the launcher has started; empty if it ends without.
 
     The file has the launcher's process id in its first line, and a folder in each line after it.
     """
     while True:
-        parent = os.getppid()  # before the file is read, which may hold its last words
+        # Before the file is read: the launcher may write the folder and end in between.
+        parent = os.getppid()
         launcher, *folders = os.pread(announcement, 2**16, 0).split(b"\n")
         if len(folders) > 1:
             return [Path(os.fsdecode(folders[0]))]
@@ -211,8 +214,8 @@ def _wait_for(announcement: int) -> list[Path]:
         time.sleep(POLL_S)
 
 
-def _let_go_of_output() -> None:
-    """Whoever reads what the training prints waits for all who could still print."""
+def _close_output() -> None:
+    """Close standard output and error, whose reader would wait for this process to end."""
     nothing = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(nothing, stream.fileno())

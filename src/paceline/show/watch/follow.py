@@ -1,7 +1,7 @@
 """Following runs: each is read once, in one task, however many pages show it.
 
-A page holds no queue: it remembers which version of each message it has had, and takes the newest
-when it is ready for more. So a slow page misses messages, and costs nobody anything.
+A page has no queue: it remembers which version of each message it has sent, and takes the newest
+when it can send more. So a slow page skips messages and delays no other.
 """
 
 from __future__ import annotations
@@ -26,21 +26,20 @@ from paceline.show.watch import live
 from paceline.show.watch.machine import Machine
 
 LIVE_PERIOD_S, DOCUMENT_PERIOD_S = 0.25, 1.0
-IDLE = 20
-"""After some time of the processor there is so many times as long a rest, so that the training does
-not notice."""
+REST_FACTOR = 20
+"""After each reading the server rests this many times the CPU time it has used, so that it takes at
+most a twentieth of a core from training."""
 SKETCHED_ABOVE_BYTES, EXACT_UP_TO_BYTES = 2**21, 2**28
-"""More new events than this, all together, are sketched: a page opens within a second. Then all
-are read, piece by piece, and the exact numbers take the place of the estimates; unless there are
-even more than that."""
+"""Above the first size, new events are sketched, so that a page opens within a second. Then, up to
+the second size, all are read piece by piece, and exact numbers replace the estimates."""
 BATCHES = 8
-"""Of events, that are read at a time meanwhile."""
-STILL_HERE_S = 15.0
+"""How many batches of events are read at a time meanwhile."""
+KEEPALIVE_S = 15.0
 LINES_LIMIT = 1000
 
 
 class Followed:
-    """One run, and what its pages are sent.
+    """One run, and the messages for its pages.
 
     quiet --(a page opens)--> read again and again --(the last page closes)--> quiet
     """
@@ -55,15 +54,15 @@ class Followed:
         self._news = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
         self.pages = 0
-        """How many show it now."""
+        """How many pages show the run now."""
         self._lock = threading.Lock()
-        """Around everything below: it is used in threads."""
+        """Guards everything below, which is used in threads."""
         self._reader = RunReader(path, most_bytes=SKETCHED_ABOVE_BYTES)
         self._machine = Machine()
         self._looked_at = -1
         self._settings: dict[str, Any] = {}
         self._exact: RunReader | None = None
-        """Takes the place of a reader that has only sketched the run, once it has read all."""
+        """Replaces a reader that has only sketched the run, once this one has read all."""
 
     @property
     def _is_sketched(self) -> bool:
@@ -71,11 +70,11 @@ class Followed:
 
     @property
     def is_shown(self) -> bool:
-        """Whether there is something for a page to show."""
+        """Whether there is a message for pages."""
         return bool(self._messages)
 
     def begin(self) -> None:
-        """Read the run from now on, because a page shows it or will."""
+        """Start reading the run, because a page shows it or is about to."""
         if self._reading is None:
             self._reading = asyncio.create_task(self._follow())
 
@@ -92,7 +91,7 @@ class Followed:
                         had[kind] = number
                         yield message
                 try:
-                    await asyncio.wait_for(news.wait(), STILL_HERE_S)
+                    await asyncio.wait_for(news.wait(), KEEPALIVE_S)
                 except TimeoutError:
                     yield b": still here\n\n"
         finally:
@@ -104,7 +103,7 @@ class Followed:
     async def _follow(self) -> None:
         """Publish what is new until no page is open.
 
-        The first document comes without the timeline, which follows at once: somebody waits.
+        The first document has no timeline, which follows at once, so that the page opens sooner.
         """
         document_due_s = live_due_s = 0.0
         has_news = self.is_shown
@@ -123,14 +122,14 @@ class Followed:
             if has_news and began_s >= document_due_s:
                 self._publish("document", await asyncio.to_thread(self._build))
                 has_news, spent_s = False, time.process_time() - began_cpu_s
-                document_due_s = began_s + max(DOCUMENT_PERIOD_S, IDLE * spent_s)
+                document_due_s = began_s + max(DOCUMENT_PERIOD_S, REST_FACTOR * spent_s)
             elif has_news or began_s >= live_due_s:
                 self._publish("live", await asyncio.to_thread(self.build_live))
                 live_due_s = began_s + DOCUMENT_PERIOD_S
             if not self.pages:
                 self._reading = None
                 return
-            rest_s = IDLE * (time.process_time() - began_cpu_s)
+            rest_s = REST_FACTOR * (time.process_time() - began_cpu_s)
             period_s = 0.0 if self._exact else LIVE_PERIOD_S
             await asyncio.sleep(max(began_s + period_s - time.monotonic(), rest_s))
 
@@ -138,17 +137,17 @@ class Followed:
         message = f"event: {kind}\ndata: {_json(value)}\n\n".encode()
         self._published += 1
         if kind == "document":
-            self._messages.clear()  # it says all that an older message did
+            self._messages.clear()  # a document includes all that older messages had
         self._messages[kind] = self._published, message
         self._news.set()
         self._news = asyncio.Event()
 
     def read(self) -> bool:
-        """Read what is new; whether anything was. What a folder held that is gone stays."""
+        """Read what is new; returns whether anything was. Data of a deleted folder is kept."""
         with self._lock:
             has_news = False
             if not self.path.is_dir():
-                self.state = "unknown"  # it says that it runs to nobody any more
+                self.state = "unknown"  # the folder was deleted
                 return has_news
             with contextlib.suppress(UsageError, OSError):
                 has_news = self._reader.read(has_timeline=self.is_shown)
@@ -156,7 +155,7 @@ class Followed:
             return has_news
 
     def read_exactly(self) -> bool:
-        """Read a piece of what was only sketched; whether there is more to be read so."""
+        """Read a piece of what was only sketched; returns whether there is more."""
         with self._lock:
             data = self._reader.data
             if not self._is_sketched or not self.path.is_dir():
@@ -179,7 +178,7 @@ class Followed:
             return {**built, "live": self._live(), "runs": listed}
 
     def build_live(self) -> live.Json:
-        """How the run is now."""
+        """The current state of the run."""
         with self._lock:
             return self._live()
 
@@ -191,8 +190,8 @@ class Followed:
         result: live.Json = bounded({"run": self.name, "runs": runs, **found})
         return result
 
-    def look(self) -> None:
-        """Read `run.json` alone, where that is new: enough for the list of all runs."""
+    def read_status(self) -> None:
+        """Read only `run.json`, if it has changed: enough for the list of runs."""
         folder = RunFolder(self.path)
         try:
             version = folder.info.lstat().st_mtime_ns
@@ -209,7 +208,7 @@ class Followed:
             self.state, self.step = "silent" if is_silent else info.status, info.step
 
     def describe(self) -> dict[str, Any]:
-        """For the list of runs, with what it was set to."""
+        """The run's entry in the list of runs, with its settings."""
         return {**self.name_state(), "settings": self._settings}
 
     def name_state(self) -> dict[str, Any]:
@@ -225,21 +224,21 @@ class Followed:
         return _json(await asyncio.to_thread(self._build))
 
     async def report(self) -> str:
-        """The run as one file."""
+        """The run's report as one HTML file."""
         await self._catch_up()
         while await asyncio.to_thread(self.read_exactly):
             pass
         return page.render(await asyncio.to_thread(self._build))
 
     async def search(self, wanted: str) -> list[Any]:
-        """The newest lines that have these words in them, of all that was printed."""
+        """The newest lines of the output that contain these words."""
         folder = RunFolder(self.path)
         found = await asyncio.to_thread(read_log, folder, LINES_LIMIT, wanted=wanted)
         lines: list[Any] = bounded(found)
         return lines
 
     async def ask_to_record(self) -> str:
-        """Ask for the next step to be recorded; why that cannot be, if it cannot."""
+        """Request a recording of the next step; returns the reason if that is impossible."""
         await self._catch_up()
         if self.state != "running":
             return f"The run is not running: {self.state}."
@@ -253,7 +252,7 @@ class Followed:
 class Watched:
     """The runs that a server shows, by name, and those that begin later.
 
-    Where there is none yet, `first` is the folder that is waited for one in.
+    While there is none, `first` is the folder in which one may begin.
     """
 
     def __init__(self, paths: Sequence[Path], find: Callable[[], Sequence[Path]] = list) -> None:
@@ -268,12 +267,12 @@ class Watched:
         if name in names:  # of two in different folders, the second gets a number
             name = f"{name}-{len(names) + 1}"
         self.runs.append(Followed(name, path, self))
-        self.runs[-1].look()
+        self.runs[-1].read_status()
 
-    def look(self) -> bool:
-        """Find runs that have begun, and how the others are; whether there are more than before."""
+    def refresh(self) -> bool:
+        """Find new runs, and read the others' status; returns whether there are new ones."""
         for run in self.runs:
-            run.look()
+            run.read_status()
         known = {run.path for run in self.runs}
         with contextlib.suppress(UsageError, OSError):
             new = [path for path in self._find() if path not in known]
@@ -286,12 +285,12 @@ class Watched:
         return False
 
     def states(self) -> list[tuple[str, str]]:
-        """What tells whether the list of runs is another one."""
+        """Names and states; if they change, the list of runs has changed."""
         return [(run.name, run.state) for run in self.runs]
 
     @property
     def pages(self) -> int:
-        """How many are open."""
+        """How many pages are open."""
         return sum(run.pages for run in self.runs)
 
     def find(self, name: str | None) -> Followed | None:

@@ -1,4 +1,4 @@
-"""How a run is right now: the small part of the page that changes several times a second."""
+"""A run's current state: the small part of the page that changes several times a second."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from paceline.show.report import sentences
 from paceline.show.report.document import extremes, generations
 from paceline.show.report.pace import RecentStep
 from paceline.show.report.run_data import RECENT_STEPS, RankTotals, RunData
-from paceline.show.watch.machine import Machine, Taken
+from paceline.show.watch.machine import Machine, Usage
 from paceline.telemetry import OWN, Phase
 
 MESSAGES_LIMIT = 50
 LOG_LINES, LOG_BYTES = 100, 2**15
-"""The newest lines of what was printed."""
+"""How much of the output's end is shown."""
 ORDER = (*OWN, Phase.WAIT, Phase.TRANSFER)
 
 Json = dict[str, Any]
 
 
 def build(data: RunData, machine: Machine | None = None) -> Json:
-    """The section `live`, as docs/watch.md has it, of one run alone."""
+    """The section `live` of one run, as described in docs/watch.md."""
     machine = machine or Machine()
     info, worked = data.info, [data.ranks[rank] for rank in sorted(data.ranks)]
     shown = extremes([rank for rank in worked if rank.recent])
     steps_per_s, samples_per_s = _pace(worked)
     steps, is_running = info.steps if info else None, data.status == "running"
     left = steps - data.steps if steps is not None else None
-    eta_s = None  # nobody can know while no step comes
+    eta_s = None  # unknown while no step is applied
     if is_running and left is not None and steps_per_s and not data.late_s:
         eta_s = left / steps_per_s
     died, alive = generations(data), [_is_alive(rank, data.status) for rank in worked]
@@ -62,9 +62,9 @@ def build(data: RunData, machine: Machine | None = None) -> Json:
 
 
 def _is_alive(rank: RankTotals, status: str) -> bool | None:
-    """Whether a worker's process is there; None where nobody can know.
+    """Whether a worker's process exists; None where that is unknown.
 
-    One on another machine is taken to be there as long as the run writes.
+    A process on another machine is assumed to exist while the run writes.
     """
     if status == "silent" and not rank.is_here:
         return None
@@ -72,7 +72,7 @@ def _is_alive(rank: RankTotals, status: str) -> bool | None:
 
 
 def _pace(ranks: list[RankTotals]) -> tuple[float | None, float | None]:
-    """Steps and samples of all workers by second, over the last steps."""
+    """Steps and samples per second of all workers, over the last steps."""
     clock = next((rank.recent for rank in ranks if len(rank.recent) > 1), None)
     if clock is None or (passed_s := clock[-1].t - clock[0].t) <= 0:
         return None, None
@@ -82,10 +82,10 @@ def _pace(ranks: list[RankTotals]) -> tuple[float | None, float | None]:
 
 
 def _workers(ranks: list[RankTotals], status: str, machine: Machine) -> list[Json]:
-    """Each worker in the newest step that all have written; who has not got so far, in its last.
+    """Each worker in the newest step that all have written; one that lags, in its own last step.
 
-    Who came last in that step waited for the sums alone. So long, the others waited for the sums
-    too, and the rest of the time for it.
+    The worker that came last in that step waited only for the transfer. The others waited for the
+    transfer as long, and the rest of their wait was for that worker.
     """
     alive = [rank for rank in ranks if not rank.is_gone] or ranks
     written = [{recent.step for recent in rank.recent} for rank in alive]
@@ -116,7 +116,7 @@ def _workers(ranks: list[RankTotals], status: str, machine: Machine) -> list[Jso
                 "seconds": sum(recent.phases.values()),
                 "waits_for": last if waits else None,
                 "waited_s": waited_s,
-                **(machine.look_at(rank) if is_alive else Taken())._asdict(),
+                **(machine.measure(rank) if is_alive else Usage())._asdict(),
                 "queued": recent.queued,
             }
         )
@@ -128,7 +128,7 @@ def _waited(recent: RecentStep) -> float:
 
 
 def _last_steps(ranks: list[RankTotals]) -> Json:
-    """The last steps of these workers, as columns: own work, and waiting."""
+    """The last steps of these workers, as columns of own work and of waiting."""
     by_step = [{recent.step: recent for recent in rank.recent} for rank in ranks]
     steps = sorted({step for each in by_step for step in each})[-RECENT_STEPS:]
     waiting = (Phase.WAIT, Phase.TRANSFER)

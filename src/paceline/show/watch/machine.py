@@ -1,7 +1,7 @@
-"""What workers take of this machine, asked of the system, not of the run: no step is slower for it.
+"""The workers' use of this machine, measured by the system and not by the run, at no cost for it.
 
-Linux says what a process holds and how long it has computed; shares need two looks, so the first
-one knows none. `nvidia-smi` says what GPUs do, where there is one.
+Linux counts memory and CPU time of a process; rates need two measurements, so the first has none.
+`nvidia-smi` measures GPUs, if it is installed.
 """
 
 from __future__ import annotations
@@ -21,50 +21,50 @@ from typing import NamedTuple
 from paceline.show.report.run_data import RankTotals
 
 LEAST_BETWEEN_S = 1.0
-"""Shares are over at least so long."""
+"""Rates are averaged over at least this time."""
 GPU_PERIOD_S, GPU_PATIENCE_S, NETWORK_PERIOD_S = 5.0, 3.0, 2.0
 QUERY = "index,utilization.gpu,memory.used"
 
 
-class Taken(NamedTuple):
-    """What one worker takes; None where nobody can know."""
+class Usage(NamedTuple):
+    """What one worker uses; None where unknown."""
 
     memory_bytes: int | None = None
     cores: float | None = None
-    """Processor time by time that passed: 2.0 keeps two cores busy."""
+    """CPU time per elapsed time: 2.0 means two busy cores."""
     gpu_share: float | None = None
     gpu_bytes: int | None = None
     network_bytes_per_s: float | None = None
-    """Sent and received over TCP, to workers of the same machine too."""
+    """Sent and received over TCP, including to workers of the same machine."""
 
 
 class Machine:
-    """This machine, looked at now and then."""
+    """Measures this machine, at limited rates."""
 
     def __init__(self) -> None:
         self._before: dict[object, tuple[float, float, float | None]] = {}
-        """By what is counted: when, the count, and its growth by second then."""
+        """By quantity: the time of the last measurement, its count, and the rate then."""
         self._gpus: dict[int, tuple[float, int]] = {}
         self._gpus_due_s = 0.0
         self._sockets: dict[str, int] = {}
         self._counted: dict[int, float | None] = {}
-        """By process, as long as the sockets are not looked at again."""
+        """Rates by process, until the sockets are read again."""
         self._sockets_due_s = 0.0
         self._smi = shutil.which("nvidia-smi")
 
-    def look_at(self, rank: RankTotals) -> Taken:
+    def measure(self, rank: RankTotals) -> Usage:
         if not rank.is_here:
-            return Taken()
+            return Usage()
         memory = cores = None
         with contextlib.suppress(OSError, ValueError, IndexError):
             pages = int(Path(f"/proc/{rank.pid}/statm").read_text().split()[1])
             memory = pages * os.sysconf("SC_PAGE_SIZE")
             after_name = Path(f"/proc/{rank.pid}/stat").read_text().rpartition(") ")[2].split()
             ticks = int(after_name[11]) + int(after_name[12])
-            cores = self._growth(rank.pid, ticks / os.sysconf("SC_CLK_TCK"))
+            cores = self._rate(rank.pid, ticks / os.sysconf("SC_CLK_TCK"))
         device = re.fullmatch(r"cuda:(\d{1,3})", rank.device)
-        share, held = (self._read_gpus().get(int(device[1])) if device else None) or (None, None)
-        return Taken(memory, cores, share, held, self._network_bytes_per_s(rank.pid))
+        share, used = (self._read_gpus().get(int(device[1])) if device else None) or (None, None)
+        return Usage(memory, cores, share, used, self._network_bytes_per_s(rank.pid))
 
     def _network_bytes_per_s(self, pid: int) -> float | None:
         if time.monotonic() >= self._sockets_due_s:
@@ -79,22 +79,22 @@ class Machine:
                     with contextlib.suppress(OSError):
                         name = os.readlink(entry.path)
                         total += self._sockets.get(name, 0) if name.startswith("socket:") else 0
-            self._counted[pid] = self._growth(("network", pid), total) if self._sockets else None
+            self._counted[pid] = self._rate(("network", pid), total) if self._sockets else None
         return self._counted[pid]
 
-    def _growth(self, what: object, count: float) -> float | None:
+    def _rate(self, what: object, count: float) -> float | None:
         now_s = time.monotonic()
         then_s, before, growth = self._before.get(what, (-1.0, 0.0, None))
         if then_s >= 0 and now_s - then_s < LEAST_BETWEEN_S:
             return growth
         growth = max(0.0, count - before) / (now_s - then_s) if then_s >= 0 else None
-        if len(self._before) > 4096:  # processes that are gone
+        if len(self._before) > 4096:  # most of them are of processes that have ended
             self._before.clear()
         self._before[what] = now_s, count, growth
         return growth
 
     def _read_gpus(self) -> dict[int, tuple[float, int]]:
-        """By index: the share of the time in which it computes, and the memory in use."""
+        """By index: the share of time in which the GPU computes, and the memory in use."""
         if self._smi is not None and time.monotonic() >= self._gpus_due_s:
             self._gpus_due_s, self._gpus = time.monotonic() + GPU_PERIOD_S, {}
             command = [self._smi, f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]
@@ -108,9 +108,9 @@ class Machine:
 
 
 def read_sockets() -> dict[str, int]:
-    """By the name that /proc gives a TCP socket: bytes that it has sent and received.
+    """Bytes sent and received by each TCP socket, by its name in /proc.
 
-    Asked of the kernel by netlink, as `ss --info` does: see sock_diag(7) and linux/inet_diag.h.
+    Queried by netlink, as `ss --info` does: see sock_diag(7) and linux/inet_diag.h.
     """
     found = dict[str, int]()
     for family in (socket.AF_INET, socket.AF_INET6):
@@ -134,9 +134,10 @@ def read_sockets() -> dict[str, int]:
 
 
 SOCK_DIAG, BY_FAMILY, DUMP, INFO, ERROR, DONE = 4, 20, 0x301, 2, 2, 3
-"""Numbers of netlink's."""
+"""Constants of netlink."""
 MESSAGE_BYTES, INODE_AT, COUNTS_AT = 72, 68, 120
-"""Of `inet_diag_msg`, of the inode in it, and of `tcpi_bytes_acked` in `tcp_info`."""
+"""The size of `inet_diag_msg`, and the offsets of the inode in it and of `tcpi_bytes_acked` in
+`tcp_info`."""
 
 
 def _read_socket(message: bytes) -> tuple[str, int]:

@@ -1,23 +1,23 @@
-"""What a live page may ask for, and who may ask: loopback, a token, and nothing else.
+"""The HTTP server of the live page: on loopback only, and with a token for every request.
 
 Every route and method needs the token, as `?token=T` or as the header `X-Paceline-Token`; a request
 without it, with another Host or Origin, or with another method is refused before anything is read.
-`run=NAME` chooses one of several runs, by its name in `live.runs`; without it, the first.
+`run=NAME` selects one of several runs, by its name in `live.runs`; without it, the first.
 
     GET  /            the page; its scripts and styles are linked, none is inline
     GET  /assets/A    one of its scripts and styles, by its name in `find_assets`
     GET  /events      server-sent events, see below
     GET  /document    the document as JSON: what `event: document` sends
     GET  /report      the run as one HTML file, to be saved
-    GET  /log?find=W  the newest lines with these words in them of all that was printed, as JSON
+    GET  /log?find=W  the newest lines of the output that contain W, as JSON
     POST /record      asks the run to record its next step (202; 409: the run is not running)
 
 `event: document` is the document of `show.report.document.build`, with `live` as one more
-section. It is sent first, and again when more than the head has changed, at most once a second.
+section. It is sent first, and again when the run has news, at most once a second.
 `event: live` is that section alone, up to four times a second. docs/watch.md has its fields.
 
 A browser opens at most six connections to one address, so a page that is hidden closes its stream
-and opens it again when it is looked at. Messages are not queued: a slow page gets the newest.
+and opens it again when it is shown. Messages are not queued: a slow page gets the newest.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ TOKEN_BYTES = 32
 TOKEN = re.compile(r"[A-Za-z0-9_-]{43,100}")
 HOSTS = ("127.0.0.1", "localhost")
 STREAMS_LIMIT = 128
-"""The most pages that are told of news at a time."""
+"""The most open event streams."""
 CONNECTIONS_LIMIT, STRANGERS_LIMIT, STRANGERS_PER_S = 256, 64, 100
-"""Of connections at a time: all, and those of other users that have not shown the token; and how
-many of those are looked at."""
+"""The most open connections: in total, and of other users without the token; and how many of the
+latter are accepted per second."""
 QUEUE_LENGTH = 4096
-"""How many may wait to be taken in, as far as the system allows."""
+"""How many connections may wait to be accepted, as far as the system allows."""
 SEND_TIMEOUT_S = 30.0
-"""Who takes nothing for so long is disconnected."""
+"""A client that reads nothing for this long is disconnected."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -81,12 +81,12 @@ HEADERS = {
 
 
 def make_token() -> str:
-    """256 bits that nobody guesses."""
+    """A random token of 256 bits."""
     return secrets.token_urlsafe(TOKEN_BYTES)
 
 
 def keep_token(path: Path) -> str:
-    """The token that a file holds for this user alone; a new one where there is no such file."""
+    """The token in a file that only this user can read; a new one where there is no file."""
     try:
         with suppress(FileNotFoundError), open_plain(path) as file:
             is_private = not os.fstat(file.fileno()).st_mode & 0o077
@@ -94,7 +94,7 @@ def keep_token(path: Path) -> str:
             if is_private and TOKEN.fullmatch(token):
                 return token
             raise UsageError(
-                f"{path} holds no token."
+                f"{path} does not contain a token."
                 if is_private
                 else f"{path} can be read by others, and a token is a secret.",
                 advice="Remove it, and a new one is made; or name another file.",
@@ -109,7 +109,7 @@ def keep_token(path: Path) -> str:
 
 
 class Guard:
-    """Refuses what did not come from our page, before anything looks at it; adds the headers."""
+    """Refuses requests that do not come from our page, before they are parsed; adds headers."""
 
     def __init__(
         self, app: Callable[[Scope, Receive, Send], Awaitable[None]], token: str, port: int
@@ -142,28 +142,28 @@ class Guard:
         headers, query = Headers(scope=scope), QueryParams(scope["query_string"])
         given = [name for name in scope["headers"] if name[0] == b"host"]
         if len(given) != 1 or given[0][1].lower() not in self._hosts:
-            return 421, "This server answers to its own address only."
+            return 421, "This server only answers requests for its own address."
         if (origin := headers.get("origin")) and origin.lower().encode() not in self._origins:
-            return 403, "Another page has no business here."
+            return 403, "Requests from other pages are refused."
         token = headers.get("x-paceline-token") or query.get("token") or ""
         if not hmac.compare_digest(token.encode(errors="replace"), self._token):
             return 403, "The address lacks its token: open the one that `paceline watch` printed."
         if scope["method"] != ("POST" if scope["path"] == "/record" else "GET"):
-            return 405, "There is nothing to do here with this method."
+            return 405, "This method is not allowed here."
         return None
 
 
 class Listener(socket.socket):
-    """Takes connections in, and turns those of other users away that come too fast.
+    """Accepts connections, and closes those of other users when they come too fast.
 
-    That is so much less work than a request that the owner's find room in the kernel's queue now
-    and then while a flood lasts, and memory does not grow.
+    Closing is much cheaper than answering, so during a flood the owner's connections still find
+    room in the kernel's queue at times, and memory does not grow.
     """
 
     _second = _strangers = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        for _ in range(CONNECTIONS_LIMIT):  # then others have their turn
+        for _ in range(CONNECTIONS_LIMIT):  # then let the event loop run other tasks
             connection, address = super().accept()
             if self._admits(connection):
                 return connection, address
@@ -173,7 +173,7 @@ class Listener(socket.socket):
     def _admits(self, connection: socket.socket) -> bool:
         try:
             user = find_peer_user(connection)
-        except OSError:  # it has left
+        except OSError:  # the client has disconnected
             return False
         if user in (None, 0, os.geteuid()):
             return True
@@ -183,25 +183,27 @@ class Listener(socket.socket):
 
 
 def listen(port: int) -> Listener:
-    """Listen on loopback alone; port 0 is any free one."""
+    """Listen on loopback only; port 0 means any free one."""
     listening = Listener()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(("127.0.0.1", port))
-        listening.listen(QUEUE_LENGTH)  # two that may share an address may not both listen
+        listening.listen(
+            QUEUE_LENGTH
+        )  # fails where another socket listens, in spite of SO_REUSEADDR
     except (OSError, OverflowError) as error:
         listening.close()
         why = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(
             f"Port {port} of 127.0.0.1 cannot be used: {why}.",
-            advice="Leave --port out, and a free one is found.",
+            advice="Omit --port to use a free one.",
         ) from None
     return listening
 
 
 def bound_connections(guard: Guard) -> type[H11Protocol]:
-    """Connections as uvicorn makes them. Where there are too many, the oldest without a token is
-    closed, that of another user first: who only holds them open keeps nobody out."""
+    """uvicorn's connections, limited in number. Beyond the limit the oldest without a token is
+    closed, those of other users first: idle connections cannot lock the owner out."""
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
     waiting: dict[Bounded, bool] = {}
@@ -229,7 +231,7 @@ def bound_connections(guard: Guard) -> type[H11Protocol]:
 
 
 def find_assets() -> Mapping[str, str]:
-    """What the page links, by name: nothing else is ever sent."""
+    """The files that the page links, by name; no others are ever sent."""
     folder = resources.files(__package__).joinpath("assets")
     style, script = (folder.joinpath(name).read_text("utf-8") for name in ("live.css", "live.js"))
     return {
@@ -239,7 +241,7 @@ def find_assets() -> Mapping[str, str]:
 
 
 def render_page(name: str, token: str) -> str:
-    """The page: its scripts and styles linked, because none may be inline."""
+    """The page. Its scripts and styles are linked, because the policy forbids inline ones."""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
         f"{asset('head.html')}<title>{escape(name)} · Paceline watch</title>\n"
@@ -252,7 +254,7 @@ def render_page(name: str, token: str) -> str:
 
 
 def make_app(watched: Watched, token: str, port: int) -> Guard:
-    """The whole server, to be run by uvicorn."""
+    """The server as an ASGI application."""
     from starlette.applications import Starlette
     from starlette.responses import (
         HTMLResponse,
@@ -279,7 +281,7 @@ def make_app(watched: Watched, token: str, port: int) -> Guard:
         async def find_and_answer(request: Request) -> Response:
             run = watched.find(request.query_params.get("run"))
             if run is None:
-                return PlainTextResponse("There is no such run here.", 404)
+                return PlainTextResponse("There is no such run.", 404)
             return await answer(run)
 
         return find_and_answer
@@ -303,8 +305,8 @@ def make_app(watched: Watched, token: str, port: int) -> Guard:
 
     async def ask_to_record(run: Followed) -> Response:
         problem = await run.ask_to_record()
-        said = problem or "The next step will be recorded."
-        return PlainTextResponse(said, 409 if problem else 202)
+        text = problem or "The next step will be recorded."
+        return PlainTextResponse(text, 409 if problem else 202)
 
     routes = [
         Route("/", show_page),

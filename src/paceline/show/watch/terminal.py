@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 PERIOD_S, LINE_PERIOD_S = 0.5, 5.0
 LEAST_BAR, MOST_BAR, BESIDE_BAR = 8, 40, 58
-"""Columns of a bar, and of what is beside it."""
+"""The columns of a bar, and of the text beside it."""
 STYLES = ("cyan", "blue", "magenta", "green", "white", "yellow", "red")
-"""Of the phases, in their order."""
+"""The styles of the phases, in their order."""
 
 
 def show(run: Followed) -> int:
-    """Show the run until it ends; the exit code."""
+    """Show the run until it ends; returns the exit code."""
     from rich.console import Console
     from rich.live import Live
 
@@ -69,7 +69,7 @@ def head(live: dict[str, Any]) -> str:
 
 
 def draw(live: dict[str, Any], width: int) -> Group:
-    """The head line, a row for each worker and who holds the others up, in `width` columns."""
+    """The head line, a row for each worker and the verdict on slow ones, in `width` columns."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
