@@ -24,7 +24,7 @@ from paceline.show.scaling.command import (
     make_study,
     read_networks,
     read_sizes,
-    take_flags_behind,
+    take_flags_after,
     write,
 )
 from paceline.show.scaling.measure import BucketTiming, Profile
@@ -55,7 +55,7 @@ def test_a_worker_is_the_same_thing_at_every_size(monkeypatch: pytest.MonkeyPatc
 def parse(*arguments: str) -> Namespace:
     parser = Parser(prog="paceline scale")
     add_arguments(parser)
-    return take_flags_behind(parser.parse_args(list(arguments)))
+    return take_flags_after(parser.parse_args(list(arguments)))
 
 
 @pytest.mark.parametrize(
@@ -258,7 +258,7 @@ def test_a_job_that_scales_well_needs_no_advice() -> None:
 
 def test_the_mode_can_be_told() -> None:
     found = study(*GOOD, mode="weak")
-    assert (found["mode"], found["mode_why"]) == ("weak", "as told")
+    assert (found["mode"], found["mode_why"]) == ("weak", "as given by --mode")
 
 
 def test_one_size_alone_is_no_study_of_scaling_but_no_error_either() -> None:

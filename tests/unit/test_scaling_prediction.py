@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from paceline.show.scaling.attribution import Mode, stretch_of
 from paceline.show.scaling.measure import BucketTiming, Profile, read_run
 from paceline.show.scaling.prediction import (
-    HAND_OVER_S,
     NETWORKS,
+    RESCHEDULE_S,
     Network,
     PhaseCost,
     PredictionCheck,
     exposed_s,
     fit_cost,
+    fit_job,
     fit_network,
-    learn_job,
     ring_s,
 )
 from paceline.telemetry.phases import Phase
@@ -58,18 +58,18 @@ def made_up(workers: int, mode: Mode, stretch: float = 1.0) -> Profile:
 @pytest.mark.parametrize("mode", ["strong", "weak"])
 @pytest.mark.parametrize("fitted", [2, 3])
 def test_sizes_that_were_not_seen_are_predicted_from_two_that_were(mode: Mode, fitted: int) -> None:
-    job = learn_job(made_up(1, mode), made_up(fitted, mode), mode, CORES)
+    job = fit_job(made_up(1, mode), made_up(fitted, mode), mode, CORES)
     for workers in (4, 8, 32):
         assert abs(job.check(made_up(workers, mode)).error) < 0.02
 
 
 def test_shared_cores_make_every_worker_slower() -> None:
-    job = learn_job(made_up(1, "strong"), made_up(2, "strong"), "strong", cores=2)
+    job = fit_job(made_up(1, "strong"), made_up(2, "strong"), "strong", cores=2)
     crowded = made_up(4, "strong", stretch=2.0)
 
     found = job.check(crowded)
 
-    assert found.predicted_s == pytest.approx(crowded.step_s + HAND_OVER_S, rel=0.02)
+    assert found.predicted_s == pytest.approx(crowded.step_s + RESCHEDULE_S, rel=0.02)
 
 
 def test_in_a_short_step_three_workers_on_two_cores_are_as_slow_as_four() -> None:
@@ -105,8 +105,8 @@ def test_the_fitted_network_gives_the_exposure_that_was_measured(
 def test_an_uneven_job_waits_longer_for_the_last_of_more_workers() -> None:
     two = made_up(2, "weak")
     seconds = {**two.seconds, Phase.WAIT: 0.01}
-    uneven = learn_job(made_up(1, "weak"), replace(two, seconds=seconds), "weak", CORES)
-    even = learn_job(made_up(1, "weak"), two, "weak", CORES)
+    uneven = fit_job(made_up(1, "weak"), replace(two, seconds=seconds), "weak", CORES)
+    even = fit_job(made_up(1, "weak"), two, "weak", CORES)
 
     def more(workers: int) -> float:
         network = NETWORKS["100g"]
@@ -117,7 +117,7 @@ def test_an_uneven_job_waits_longer_for_the_last_of_more_workers() -> None:
 
 
 def test_slower_networks_and_more_workers_are_never_more_efficient() -> None:
-    job = learn_job(made_up(1, "weak"), made_up(2, "weak"), "weak", CORES)
+    job = fit_job(made_up(1, "weak"), made_up(2, "weak"), "weak", CORES)
     by_network = [job.predict(64, network).efficiency for network in NETWORKS.values()]
     by_size = [job.predict(size, NETWORKS["1g"]).efficiency for size in (1, 2, 8, 64, 1024)]
 
@@ -290,7 +290,7 @@ def checks(
     one, two, *others = (
         play(job, workers, tmp_path_factory.mktemp(f"of-{workers}")) for workers in (1, 2, 3, 4, 8)
     )
-    learned = learn_job(one, two, job.mode, CORES)
+    learned = fit_job(one, two, job.mode, CORES)
     return [learned.check(each) for each in others]
 
 

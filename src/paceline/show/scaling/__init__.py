@@ -1,8 +1,8 @@
-"""How much faster more workers are, where the rest went, and what still more would bring.
+"""How much faster more workers are, where the rest is lost, and predictions for other sizes.
 
-`measure` runs a script at each size and makes a usual step of what the workers recorded,
-`attribution` says where time was lost, `prediction` what other sizes would take and what to try.
-`speedup` is the arithmetic alone. Nothing here needs torch.
+`measure` runs a script at each size and averages the recorded steps, `attribution` finds where time
+is lost, `prediction` computes other sizes and suggests a change. `speedup` compares two times.
+Nothing here needs torch.
 """
 
 from __future__ import annotations

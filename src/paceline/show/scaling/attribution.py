@@ -1,8 +1,8 @@
-"""Where the time went that the ideal would not have taken: pure, and it always adds up.
+"""Attributing the time lost against ideal scaling to parts that always add up; pure functions.
 
 With r the share of one worker's samples that each of n workers has (1/n in strong scaling, 1 in
-weak), the ideal step takes r times one worker's. What a step takes longer is taken apart by phase.
-docs/scaling.md has the definitions. `speedup` is for two times alone.
+weak), the ideal step takes r times one worker's. The rest of a step is attributed by phase.
+docs/scaling.md has the definitions. `speedup` compares two times only.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MEANINGS = {
     "compute": "forward and backward take longer for each sample than on one worker",
     "other": "everything else, such as the loss and logging",
 }
-"""Where time can be lost, as scaling.json names it."""
+"""The parts of the lost time, by their names in scaling.json."""
 PARTS = tuple(MEANINGS)
 
 Mode = Literal["strong", "weak"]
@@ -43,7 +43,7 @@ BALANCED_AFTER_S = 0.1
 
 
 def crowding_of(many: Profile, one: Profile, cores: int) -> float:
-    """How many want each core or device, against what one worker already had to share."""
+    """How many threads share each core, or ranks each device, relative to one worker."""
 
     def wanted(profile: Profile) -> float:
         threads = profile.workers * profile.threads
@@ -53,10 +53,10 @@ def crowding_of(many: Profile, one: Profile, cores: int) -> float:
 
 
 def stretch_of(crowding: float, own_s: float) -> float:
-    """How much longer the fullest core makes its workers' own work.
+    """The factor by which the busiest core prolongs its workers' own work.
 
-    The system moves work between cores now and then. In a short step nobody is moved: of three
-    workers on two cores, two share one to the end, and the third waits for them.
+    The system balances threads between cores at intervals, so not within a short step: of three
+    workers on two cores, two share a core to the end, and the third waits for them.
     """
     return crowding if own_s >= BALANCED_AFTER_S else float(math.ceil(crowding))
 
@@ -71,30 +71,30 @@ class SizeResult:
     speedup: float
     efficiency: float
     lost: Mapping[str, float]
-    """Seconds by part, none negative: together `step_s - ideal_s`, or nothing if that is."""
+    """Seconds by part, none negative: in total `step_s - ideal_s`, or zero if that is negative."""
     crowding: float = 1.0
 
 
 def share_of_samples(one: Profile, many: Profile, mode: Mode) -> float:
-    """How many samples each of many workers has for each that one worker alone has."""
+    """One of many workers' samples, as a share of a single worker's."""
     if one.samples and many.samples:
         return many.samples / many.workers / one.samples
     return 1 / many.workers if mode == "strong" else 1.0
 
 
 def detect_mode(profiles: Sequence[Profile]) -> tuple[Mode, str]:
-    """Strong or weak scaling by the samples of a step, and why."""
+    """Strong or weak scaling, by the samples of a step, and the reason."""
     one, most = profiles[0], profiles[-1]
     if one.samples is None or most.samples is None:
         return "strong", "assumed, as the samples of a step are not known; see --mode"
     counts = f"{one.samples:,} samples a step with 1 worker, {most.samples:,} with {most.workers}"
     grows = most.samples / one.samples
-    # Between the two, the nearer one by ratio.
+    # Between the two, choose the nearer one on a logarithmic scale.
     return ("strong" if grows * grows <= most.workers else "weak"), f"found: {counts}"
 
 
 def attribute(one: Profile, many: Profile, mode: Mode, cores: int) -> SizeResult:
-    """Compare a size with one worker, and say where time is lost."""
+    """Compare a size with one worker, and attribute the lost time."""
     crowding = crowding_of(many, one, cores)
     stretch = stretch_of(crowding, many.own_s)
     share = share_of_samples(one, many, mode)
@@ -104,7 +104,7 @@ def attribute(one: Profile, many: Profile, mode: Mode, cores: int) -> SizeResult
         before, now = one.seconds[phase], many.seconds[phase]
         shared = 0.0
         if phase in OWN:
-            # An update costs the same for any number of samples: every worker repeats all of it.
+            # The update takes equally long for any number of samples: every worker does all of it.
             expected = before if phase is Phase.OPTIMIZER else share * before
             shared = min(max(0.0, now - expected), (stretch - 1) * expected)
         parts["sharing"] += shared
@@ -121,7 +121,7 @@ def attribute(one: Profile, many: Profile, mode: Mode, cores: int) -> SizeResult
 
 
 def without_gains(parts: Mapping[str, float], lost: float) -> dict[str, float]:
-    """The same sum without negative parts: what one part gains pays for all others alike."""
+    """The same sum without negative parts: gains are subtracted from all losses in proportion."""
     losses = {name: max(0.0, value) for name, value in parts.items()}
     total = sum(losses.values())
     if lost <= 0 or total <= 0:
@@ -131,7 +131,7 @@ def without_gains(parts: Mapping[str, float], lost: float) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeedUp:
-    """The same work, before on one worker and after on several."""
+    """The times of the same work on one worker, and on several."""
 
     before: float
     after: float
@@ -139,7 +139,7 @@ class SpeedUp:
 
     @property
     def ratio(self) -> float:
-        """How many times as fast."""
+        """How many times as fast the work is."""
         return self.before / self.after
 
     @property
@@ -156,7 +156,7 @@ class SpeedUp:
     def serial_share(self) -> float | None:
         """The share of the work that, if it could not be shared, would explain the loss.
 
-        Amdahl's law turned round. None where it explains nothing: one worker, or no loss.
+        The inverse of Amdahl's law. None where it does not apply: one worker, or no loss.
         """
         if self.workers == 1 or self.efficiency >= 1:
             return None

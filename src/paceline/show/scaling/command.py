@@ -1,4 +1,4 @@
-"""`paceline scale`: the same job on 1, 2, 4 workers, and where the speed-up went.
+"""`paceline scale`: runs the same job on 1, 2, 4 workers, and finds where speed-up is lost.
 
 measure --> Study: compared, predicted, suggested --> lines of text, scaling.json
 """
@@ -29,9 +29,9 @@ from paceline.show.scaling.attribution import (
     attribute,
     detect_mode,
 )
-from paceline.show.scaling.islands import weigh
+from paceline.show.scaling.islands import forecast_by_network
 from paceline.show.scaling.measure import Profile, measure
-from paceline.show.scaling.prediction import NETWORKS, Network, PredictionCheck, learn_job, suggest
+from paceline.show.scaling.prediction import NETWORKS, Network, PredictionCheck, fit_job, suggest
 from paceline.telemetry import Phase, count_text, list_text, percentages, share_text, table_lines
 
 SCHEMA = 1
@@ -44,12 +44,12 @@ NAME_BY_PHASE = {phase: str(phase) for phase in Phase} | {
     Phase.WAIT: "waiting",
     Phase.TRANSFER: "communication",
 }
-"""Phases as scaling.json names them."""
+"""Phases by their names in scaling.json."""
 HEADINGS = {part: part for part in PARTS} | {"communication": "exchange", "optimizer": "update"}
 
 
 Study = dict[str, Any]
-"""What was measured, compared, predicted and suggested, as `scaling.json` has it.
+"""The document `scaling.json`: measurements, comparison, predictions, suggestion.
 
 docs/scaling.md and docs/report.md list the keys. Terminal and report draw the same values.
 """
@@ -67,12 +67,12 @@ def make_study(
 ) -> Study:
     """Compare sizes with the first, which is one worker, and predict others where asked."""
     one, several = profiles[0], profiles[1:]
-    chosen, why = (mode, "as told") if mode is not None else detect_mode(profiles)
+    chosen, why = (mode, "as given by --mode") if mode is not None else detect_mode(profiles)
     results = [attribute(one, profile, chosen, cores) for profile in profiles]
-    job = learn_job(one, several[0], chosen, cores) if several else None
+    job = fit_job(one, several[0], chosen, cores) if several else None
     if predict and job is None:
         raise UsageError(
-            "Nothing can be predicted from one worker alone.",
+            "Nothing can be predicted from a single worker.",
             advice="Measure several workers too, as in --workers 1,2.",
         )
     fitted = [1, several[0].workers] if several else []
@@ -90,7 +90,7 @@ def make_study(
         "repeats": repeats,
         "sizes": [_size(*pair) for pair in zip(results, profiles, strict=True)],
         "predicted": [asdict(each) for each, _ in predicted],
-        "islands": weigh(job, predicted) if job else [],
+        "islands": forecast_by_network(job, predicted) if job else [],
         "suggestion": suggestion
         and {
             "text": f"{suggestion.text} Predicted gain: {share_text(suggestion.gain)}.",
@@ -116,23 +116,23 @@ def _size(result: SizeResult, profile: Profile) -> dict[str, Any]:
 
 
 def _check_text(fitted: Sequence[int], checks: Sequence[PredictionCheck]) -> str:
-    """How far predictions are from what was measured, in a sentence or two."""
+    """The error of predictions against measurements, in a sentence or two."""
     if not fitted:
         return ""
     if not checks:
-        return f"The prediction was learned from {list_text(fitted)} workers, and not checked."
+        return f"The prediction was fitted to {list_text(fitted)} workers, and not checked."
     parts = [
         f"{each.workers} workers: predicted {each.predicted_s * 1e3:.2f} ms, measured "
         f"{each.measured_s * 1e3:.2f} ms, {each.error * 100:+.0f} %"
         for each in checks
     ]
     is_good = max(abs(each.error) for each in checks) <= GOOD_ERROR
-    verdict = "" if is_good else " That is too far off to trust the prediction much."
-    return f"Checked where it had not seen the answer: {'; '.join(parts)}.{verdict}"
+    verdict = "" if is_good else " Errors this large make the prediction unreliable."
+    return f"Checked against sizes that it was not fitted to: {'; '.join(parts)}.{verdict}"
 
 
 def write(study: Study, folder: Path) -> Path:
-    """Write `scaling.json` into a run folder, as a whole."""
+    """Write `scaling.json` into a run folder, atomically."""
     place = RunFolder(folder)
     try:
         place.create()
@@ -149,7 +149,7 @@ def as_text(study: Study) -> str:
 
 
 def lines(study: Study) -> Iterator[str]:
-    """The study for people: 80 columns, plain letters."""
+    """The study as ASCII text, 80 columns wide."""
     lost = [size for size in study["sizes"] if any(size["lost"].values())]
     suggestion = study["suggestion"]
     sections: list[Iterable[str]] = [
@@ -194,14 +194,14 @@ def _sizes(sizes: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield from table_lines(rows, ">>>>>><")
     if any(share > RESTLESS for share in apart.values()):
         yield from _wrapped(
-            "Some runs are far apart; the faster half counts. Repeat this on a quiet machine."
+            "Some runs differ much; the faster half counts. Repeat this on an idle machine."
         )
 
 
 def _losses(sizes: Sequence[dict[str, Any]]) -> Iterator[str]:
     shares = [percentages(size["lost"]) for size in sizes]
     shown = [part for part in PARTS if part == "other" or any(s["lost"][part] for s in sizes)]
-    yield "Where the lost time went, in percent of it:"
+    yield "Where the time is lost, in percent of it:"
     rows = [["workers", "lost ms", *(HEADINGS[part] for part in shown), "sum"]]
     for size, share in zip(sizes, shares, strict=True):
         lost_ms = f"{sum(size['lost'].values()) * 1e3:.2f}"
@@ -217,7 +217,7 @@ def _losses(sizes: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _predictions(predicted: Sequence[dict[str, Any]]) -> Iterator[str]:
-    yield "Predicted, not measured; every worker has a core or device of its own:"
+    yield "Predicted, not measured, with a core or device for each worker:"
     rows = [["workers", "network", "step ms", "speed-up", "efficiency", "exposed ms"]]
     for each in predicted:
         step, exposed = f"{each['step_s'] * 1e3:.2f}", f"{each['exposed_s'] * 1e3:.2f}"
@@ -240,8 +240,8 @@ def _wrapped(text: str) -> Sequence[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line of `paceline scale`."""
     parser.description = (
-        "Run the same training script on several numbers of workers, and say how much faster it "
-        "is, where the rest of the speed-up went, and what to try. In the script's own arguments "
+        "Run the same training script on several numbers of workers, and show how much faster it "
+        "is, where the rest of the speed-up is lost, and what to try. In the script's arguments "
         "{workers} stands for the number of workers, {folder} for an empty folder."
     )
     parser.epilog = (
@@ -250,42 +250,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--workers", default="1,2", metavar="N,N", help="the sizes to measure (default: 1,2)")
     add("--repeats", type=int, default=2, metavar="N", help="runs of each size (default: 2)")
-    help = "end a run after so many steps (default: 200)"
+    help = "end a run after this many steps (default: 200)"
     add("--steps", type=int, default=200, metavar="N", help=help)
     help = (
         "threads of each worker, the same at all sizes (default: OMP_NUM_THREADS, or the cores "
         "divided by the most workers)"
     )
     add("--threads", type=int, metavar="N", help=help)
-    help = "whether more workers share one batch or bring their own; found out if not given"
+    help = (
+        "whether more workers share one batch or have one each (default: by the samples of a step)"
+    )
     add("--mode", choices=("strong", "weak"), help=help)
     add("--predict", default="", metavar="N,N", help="sizes to predict, such as 8,64,1024")
     help = f"networks to predict for: {', '.join(NETWORKS)} (default: 100g)"
     add("--network", default="100g", metavar="NAMES", help=help)
-    help = "a network of your own: one message's delay"
+    help = "another network: the latency of a message"
     add("--latency-us", type=float, metavar="US", help=help)
     add("--bandwidth-gbps", type=float, metavar="GBPS", help="and its gigabits per second")
     help = "exit with 1 if the efficiency of the most workers is below this, such as 0.8"
     add("--fail-under", type=float, metavar="SHARE", help=help)
-    help = "write scaling.json here, for `paceline report`"
+    help = "write scaling.json into this run folder, for `paceline report`"
     add("--folder", type=Path, metavar="RUN", help=help)
     add("--json", action="store_true", help="print JSON instead of text")
     add("--as-torch", action="store_true", help="give the script our classes for torch's")
     add("-m", "--module", action="store_true", help="the script is a module")
     help = (
-        "time a step with DataParallel and with DistributedDataParallel instead; in the place of a "
-        "script stands FILE:FUNCTION, which returns (model, (inputs, targets), loss_fn), or nothing"
+        "time a step with DataParallel and with DistributedDataParallel instead; in place of a "
+        "script give FILE:FUNCTION, which returns (model, (inputs, targets), loss_fn), or nothing"
     )
     add("--engines", action="store_true", help=help)
-    help = "the script; the flags above may also stand directly behind it"
+    help = "the script; the flags above may also follow it directly"
     add("script", nargs="?", help=help)
     add("script_args", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
     parser.set_defaults(parser=parser)
 
 
 def main(args: argparse.Namespace) -> int:
-    """Measure, compare, print; 1 if --fail-under says so."""
-    args = take_flags_behind(args)
+    """Measure, compare, print; returns 1 if --fail-under requires it."""
+    args = take_flags_after(args)
     sizes = sorted({1, *read_sizes("--workers", args.workers)})
     predict = sorted(set(read_sizes("--predict", args.predict))) if args.predict else []
     networks = read_networks(args.network, args.latency_us, args.bandwidth_gbps)
@@ -304,12 +306,12 @@ def main(args: argparse.Namespace) -> int:
     threads = choose_threads(args.threads, cores, sizes[-1])
     flags = [f"--threads={threads}"] if threads else []
     flags += ["--as-torch"] * args.as_torch + ["--module"] * args.module
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the job ends with us
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # end the job as well
     script = [*flags, args.script, *args.script_args]
     runs = f"on {', '.join(map(str, sizes))} workers, {count_text(args.repeats, 'run')} each"
-    _tell(f"measuring {os.path.basename(args.script)} {runs} ...")
+    _log(f"measuring {os.path.basename(args.script)} {runs} ...")
     study = make_study(
-        measure(script, sizes, args.repeats, args.steps, _tell),
+        measure(script, sizes, args.repeats, args.steps, _log),
         name=os.path.basename(args.script),
         cores=cores,
         repeats=args.repeats,
@@ -323,11 +325,11 @@ def main(args: argparse.Namespace) -> int:
         print("\n".join(lines(study)))
     if args.folder is not None:
         path = write(study, args.folder)
-        _tell(f"wrote {path}; `paceline report {args.folder}` draws it")
+        _log(f"wrote {path}; `paceline report {args.folder}` draws it")
     last = study["sizes"][-1]
     if args.fail_under is None or last["efficiency"] >= args.fail_under:
         return 0
-    _tell(
+    _log(
         f"{last['workers']} workers reach {last['efficiency']:.2f} of the ideal, which is below "
         f"--fail-under {args.fail_under:g}"
     )
@@ -335,27 +337,27 @@ def main(args: argparse.Namespace) -> int:
 
 
 def compare_engines(target: str | None, workers: int, steps: int, as_json: bool) -> int:
-    """Print what a step takes with each engine."""
+    """Print the time of a step with each engine."""
     from paceline.show.scaling import engines  # imports torch, which nothing else here needs
 
-    _tell(f"timing {count_text(steps, 'step')} of each engine on {workers} workers ...")
+    _log(f"timing {count_text(steps, 'step')} of each engine on {workers} workers ...")
     step_s = engines.compare_engines(target, workers, steps)
     print(json.dumps({"step_s": step_s}) if as_json else "\n".join(engines.lines(step_s)))
     return 0
 
 
 def choose_threads(wanted: int | None, cores: int, most_workers: int) -> int | None:
-    """Threads for each worker, so that a worker is the same thing at every size."""
+    """Threads for each worker, the same at every size, so that workers are comparable."""
     if wanted is not None or env.read("OMP_NUM_THREADS"):
         return wanted
     return max(1, cores // most_workers)
 
 
-def take_flags_behind(args: argparse.Namespace) -> argparse.Namespace:
-    """Read `scale train.py --workers 1,2 --epochs 3` as it is meant.
+def take_flags_after(args: argparse.Namespace) -> argparse.Namespace:
+    """Parse `scale train.py --workers 1,2 --epochs 3` as it is meant.
 
-    Without flags of ours before the script, those directly behind it are ours, up to `--` or the
-    first thing that is none of them. With some, all behind the script is the script's.
+    Without flags of ours before the script, those directly after it are ours, up to `--` or the
+    first other argument. Otherwise all arguments after the script belong to the script.
     """
     parser: argparse.ArgumentParser = args.parser
     flags = {
@@ -366,14 +368,14 @@ def take_flags_behind(args: argparse.Namespace) -> argparse.Namespace:
     }
     if any(getattr(args, each.dest) != each.default for each in flags.values()):
         return args
-    behind, ours = list(args.script_args), list[str]()
-    while behind and (action := flags.get(behind[0].partition("=")[0])) is not None:
-        has_value = action.nargs != 0 and "=" not in behind[0]
-        ours += behind[: 1 + has_value]
-        del behind[: 1 + has_value]
-    if behind[:1] == ["--"]:
-        del behind[0]
-    return parser.parse_args([*ours, "--", args.script, *behind]) if ours else args
+    rest, ours = list(args.script_args), list[str]()
+    while rest and (action := flags.get(rest[0].partition("=")[0])) is not None:
+        has_value = action.nargs != 0 and "=" not in rest[0]
+        ours += rest[: 1 + has_value]
+        del rest[: 1 + has_value]
+    if rest[:1] == ["--"]:
+        del rest[0]
+    return parser.parse_args([*ours, "--", args.script, *rest]) if ours else args
 
 
 def read_sizes(name: str, text: str) -> list[int]:
@@ -390,7 +392,7 @@ def read_sizes(name: str, text: str) -> list[int]:
 def read_networks(
     names: str, latency_us: float | None, bandwidth_gbps: float | None
 ) -> list[Network]:
-    """The networks named, or the one described by two numbers."""
+    """The networks with these names, or the one given by two numbers."""
     if latency_us is not None and bandwidth_gbps is not None:
         if not 0 <= latency_us < math.inf or not 0 < bandwidth_gbps < math.inf:
             raise SettingError(
@@ -400,7 +402,7 @@ def read_networks(
         return [Network(f"{bandwidth_gbps:g} Gb/s", latency_us / 1e6, bandwidth_gbps * 1e9 / 8)]
     if latency_us is not None or bandwidth_gbps is not None:
         raise SettingError(
-            "A network of your own has both a latency and a bandwidth.",
+            "A network needs both a latency and a bandwidth.",
             advice="Pass --latency-us and --bandwidth-gbps together.",
         )
     chosen = [name.strip().lower() for name in names.split(",")]
@@ -413,5 +415,5 @@ def read_networks(
     return [NETWORKS[name] for name in dict.fromkeys(chosen)]
 
 
-def _tell(text: str) -> None:
+def _log(text: str) -> None:
     print(f"paceline scale: {text}", file=sys.stderr, flush=True)

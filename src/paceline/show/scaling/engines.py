@@ -1,7 +1,7 @@
-"""`paceline scale --engines`: what a step takes in each engine, on this machine.
+"""`paceline scale --engines`: the time of a step with each engine, on this machine.
 
-Every engine trains the same model on the same batch in fresh processes of its own, so that
-neither memory nor threads of one disturb another.
+Every engine trains the same model on the same batch in new processes, so that memory and threads of
+one do not affect another.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from paceline.show.trace.task import find_function
 from paceline.telemetry import seconds_text, table_lines
 
 WARM_UP = 3
-"""Steps before the first that is timed: memory is allocated and libraries are set up in them."""
+"""Steps before the first that is timed; in them memory is allocated and libraries are set up."""
 
 BARE = "bare"
 DP = "DataParallel"
@@ -38,7 +38,7 @@ def compare_engines(target: str | None, workers: int, steps: int) -> dict[str, f
         model, (inputs, targets), loss_fn = made
     except (TypeError, ValueError):
         raise UsageError(
-            f"{target!r} returned something else than a model, a batch and a loss function.",
+            f"{target!r} did not return a model, a batch and a loss function.",
             advice="Return (model, (inputs, targets), loss_fn).",
         ) from None
     gpus = torch.accelerator.device_count()  # leaves CUDA usable in forks of this process
@@ -58,12 +58,12 @@ def compare_engines(target: str | None, workers: int, steps: int) -> dict[str, f
 
 
 def lines(step_s: dict[str, float]) -> Iterator[str]:
-    """The comparison for people: a table and a verdict."""
+    """The comparison as text: a table and a sentence."""
     bare_s, fastest = step_s[BARE], min(step_s, key=step_s.__getitem__)
     rows = [[name, seconds_text(each), f"{each / bare_s:.2f}"] for name, each in step_s.items()]
     yield from table_lines([["", "step", "of bare"], *rows], "<>>")
     if fastest == BARE:
-        yield "Fastest here: the bare model; this batch is too small to be worth sharing."
+        yield "Fastest here: the bare model; this batch is too small to be divided."
     else:
         yield f"Fastest here: {fastest}, at {step_s[fastest] / bare_s:.2f} of the bare step."
 
@@ -71,7 +71,7 @@ def lines(step_s: dict[str, float]) -> Iterator[str]:
 def _train(
     engine: str, model: Any, batch: tuple[Any, Any], loss_fn: Any, devices: list[str], steps: int
 ) -> float:
-    """The seconds of a usual step in this process, one of the workers if there are several."""
+    """The median seconds of a step in this process, which is one of several workers with DDP."""
     device = torch.device(devices[0])
     if engine == DDP:
         world = paceline.init_process_group()

@@ -1,7 +1,7 @@
-"""Whether islands would pay: from the step that was measured, and what a network carries.
+"""Whether islands would pay, given the measured step and a network's bandwidth.
 
-Every worker is taken to be an island. Where sizes are predicted, the largest is asked about on each
-network; otherwise the size that was measured, on this machine's own transport.
+Every worker counts as an island. With predicted sizes the forecast is for the largest on each
+network, otherwise for the measured size on this machine's transport.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from paceline.telemetry import Phase, bytes_text
 
 _HALVINGS = 60
 _LEAST, _MOST = 1e3, 1e13
-"""Bytes per second between which a network is looked for on which islands begin to pay."""
+"""The range of bandwidths, in bytes per second, in which `find_limit` searches."""
 
 
-def weigh(job: Job, predicted: Sequence[tuple[SizePrediction, Network]]) -> list[dict[str, Any]]:
-    """By network, what a step would take on islands, with the bandwidth that this is for."""
+def forecast_by_network(
+    job: Job, predicted: Sequence[tuple[SizePrediction, Network]]
+) -> list[dict[str, Any]]:
+    """The forecast for each network, as JSON, with the network's name."""
     largest = {network: size for size, network in predicted}  # sizes come in order
     if not largest:
         measured = job.several
@@ -38,7 +40,7 @@ def weigh(job: Job, predicted: Sequence[tuple[SizePrediction, Network]]) -> list
 
 
 def _below(job: Job, found: Forecast) -> str:
-    """On which networks they would pay, if not between workers of this machine."""
+    """The forecast's sentence; if islands do not pay here, the bandwidth below which they would."""
     if found.pays:
         return found.sentence
     limit = find_limit(job, found.islands, found.apart_s)

@@ -1,14 +1,14 @@
-"""Running the job at each size, in turns, and making one usual step of what its workers recorded.
+"""Running the job at each size, in turns, and averaging the recorded steps to one usual step.
 
-Sizes take turns, forth and back, so that a machine that grows warm or busy does so for all of
-them. Each run is `paceline run --timeline`, ended when it has made enough steps.
+Sizes take turns, forth and back, so that a machine that becomes warm or busy affects all of them.
+Each run is `paceline run --timeline`, ended when it has made enough steps.
 
-In each step one rank is typical: the one in the middle, by its own work. Its phases are the step's.
+In each step the rank with the median own work is typical: its phases are the step's.
 
     recordings --> steps after the warm-up --> all but the longest and shortest --> their mean
 
-Means add up as single steps do, and a checkpoint or a stutter does not count. (A median would
-not do: where workers share cores, steps have two or three usual lengths.)
+The phases of a mean step add up, as in single steps, and a checkpoint or a pause does not count. (A
+median would not work: where workers share cores, steps have two or three typical lengths.)
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from paceline.telemetry import (
     transfers_us,
 )
 
-_LOOK_EVERY_S = 0.2
+_POLL_S = 0.2
 _TAIL_BYTES = 2**14
 _SAID_LINES = 40
 
@@ -53,10 +53,10 @@ Seconds = Mapping[Phase, float]
 
 
 class BucketTiming(NamedTuple):
-    """Gradients that travel together."""
+    """One bucket of gradients."""
 
     ready_s: float
-    """How long after the begin of backward they are ready."""
+    """How long after the start of backward the bucket is ready."""
     nbytes: int
 
 
@@ -67,16 +67,16 @@ class Profile:
     workers: int
     seconds: Seconds
     samples: int | None = None
-    """In a global batch."""
+    """Samples in a global batch."""
     steps: int = 0
     runs_s: tuple[float, ...] = ()
-    """A usual step of each run alone: how far they are apart is how far to trust them."""
+    """The usual step of each run; their spread shows how reliable they are."""
     buckets: tuple[BucketTiming, ...] = ()
     threads: int = 1
     ranks_per_device: int = 1
-    """1 on CPUs, whose cores are counted instead."""
+    """1 on CPUs, for which cores are counted instead."""
     slow: Blame | None = None
-    """The worker that the others wait for, if it is always the same."""
+    """The slow worker, if it is always the same one."""
 
     @property
     def step_s(self) -> float:
@@ -88,7 +88,7 @@ class Profile:
 
 
 def read_run(folder: Path, workers: int) -> Profile:
-    """A usual step of one run, of what all ranks recorded, matched step by step."""
+    """A usual step of one run, from the recordings of all ranks, matched by step."""
     with suppress(UsageError):
         ranks = [survey(path) for path in find_recordings(folder)]
         counted = after_warm_up(set.intersection(*(set(rank.steps) for rank in ranks)))
@@ -96,9 +96,9 @@ def read_run(folder: Path, workers: int) -> Profile:
             return _usual_step(ranks, counted)
     raise UsageError(
         f"The script recorded no steps on {count_text(workers, 'worker')}.",
-        advice="Scaling is measured for scripts that train with paceline's "
-        "DistributedDataParallel or Run, for at least two steps; --as-torch does so for torch's "
-        "class.",
+        advice="Scaling is measured for scripts that train with Paceline's "
+        "DistributedDataParallel or Run for at least two steps; for scripts with torch's class "
+        "add --as-torch.",
     )
 
 
@@ -133,9 +133,9 @@ def _usual_step(ranks: Sequence[RankRecording], counted: Sequence[int]) -> Profi
 
 
 def combine(runs: Sequence[Profile]) -> Profile:
-    """The faster half of the runs at one size as one usual step.
+    """Average the faster half of the runs at one size.
 
-    Whatever else a machine does makes runs longer, never shorter.
+    Other work on the machine can only make runs slower, so the faster ones are more accurate.
     """
     taken = sorted(runs, key=lambda run: run.step_s)[: (len(runs) + 1) // 2]
     return replace(
@@ -151,7 +151,7 @@ def mean_of(every: Sequence[Seconds]) -> Seconds:
 
 
 def typical(ranks: Sequence[Seconds], transfer_s: float) -> Seconds:
-    """One step: the measured phases of the rank in the middle, its wait split in two."""
+    """One step: the phases of the rank with the median own work, its wait split in two."""
     own = [sum(seconds[phase] for phase in OWN) for seconds in ranks]
     middle = sorted(range(len(ranks)), key=lambda rank: own[rank])[(len(ranks) - 1) // 2]
     wait_s = ranks[middle][Phase.WAIT] - transfer_s
@@ -159,7 +159,7 @@ def typical(ranks: Sequence[Seconds], transfer_s: float) -> Seconds:
 
 
 def usual_buckets(steps: Sequence[Sequence[tuple[float, int]]]) -> tuple[BucketTiming, ...]:
-    """The buckets of most steps, each ready at the median of its times, given in microseconds."""
+    """The most frequent bucket layout, with median ready times, given in microseconds."""
     sizes = Counter(tuple(nbytes for _, nbytes in step) for step in steps)
     usual = sizes.most_common(1)[0][0] if sizes else ()
     alike = [step for step in steps if tuple(nbytes for _, nbytes in step) == usual]
@@ -170,7 +170,7 @@ def usual_buckets(steps: Sequence[Sequence[tuple[float, int]]]) -> tuple[BucketT
 
 
 def spread(buckets: Sequence[BucketTiming], backward_s: float) -> tuple[BucketTiming, ...]:
-    """Buckets on a GPU, ready as their bytes come: the host, which notes times, runs ahead."""
+    """Buckets on a GPU, ready in proportion to bytes: the host, which records, runs ahead."""
     whole = sum(bucket.nbytes for bucket in buckets)
     so_far, found = 0, []
     for bucket in buckets:
@@ -180,7 +180,7 @@ def spread(buckets: Sequence[BucketTiming], backward_s: float) -> tuple[BucketTi
 
 
 def usual_steps(steps: Sequence[Seconds]) -> list[Seconds]:
-    """All steps but a tenth, the longest, and a tenth, the shortest."""
+    """All steps except the longest tenth and the shortest tenth."""
     by_length = sorted(steps, key=lambda seconds: sum(seconds.values()))
     tenth = len(steps) // 10
     return by_length[tenth : len(steps) - tenth]
@@ -191,12 +191,12 @@ def measure(
     sizes: Sequence[int],
     repeats: int,
     steps: int,
-    tell: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> list[Profile]:
-    """Run all sizes, all repeats; a usual step for each size.
+    """Run all sizes and repeats; returns a usual step for each size.
 
-    `script` is what stands behind `paceline run`: flags, the script, its arguments. A run is ended
-    when every worker has made so many steps.
+    `script` has the arguments of `paceline run`: flags, the script, its arguments. A run is ended
+    when every worker has made `steps` steps.
     """
     runs: dict[int, list[Profile]] = {size: [] for size in sizes}
     with tempfile.TemporaryDirectory(prefix="paceline-scale-") as scratch:
@@ -210,7 +210,7 @@ def measure(
             profile = read_run(folder / "timeline", size)
             runs[size].append(profile)
             workers = count_text(size, "worker")
-            tell(f"run {repeat + 1} of {repeats}, {workers}: {profile.step_s * 1e3:.2f} ms a step")
+            log(f"run {repeat + 1} of {repeats}, {workers}: {profile.step_s * 1e3:.2f} ms a step")
     return [combine(runs[size]) for size in sizes]
 
 
@@ -231,7 +231,7 @@ def run_once(
     is_done: Callable[[], bool],
     environ: Mapping[str, str] = {},
 ) -> None:
-    """Start the job and wait for its end, or until it is done; its output is kept in a file."""
+    """Start the job and wait until it ends or `is_done`; its output goes to a file."""
     said = folder / "output"
     with open(said, "wb") as output:
         job = subprocess.Popen(
@@ -239,24 +239,25 @@ def run_once(
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            # A script that continues its run would have nothing left to do in the second one.
+            # A new runs folder each time: a script that resumes its run would have nothing left to
+            # do.
             env={**os.environ, RUNS_VARIABLE: str(folder / "runs"), **environ},
             preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),
         )
     has_enough = False
     try:
         while job.poll() is None and not has_enough:
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_S)
             has_enough = is_done()
     finally:
-        job.terminate()  # the launcher ends its workers; nothing happens where it has ended
+        job.terminate()  # the launcher ends its workers; no effect if it has ended
         job.wait()
     if job.returncode and not has_enough:
         lines = said.read_text("utf-8", "replace").splitlines()
         raise WorkerError(
             f"The job failed on {count_text(size, 'worker')}.",
             where="\n".join(lines[-_SAID_LINES:]),
-            advice="Try it with `paceline run` first.",
+            advice="Run it with `paceline run` first.",
             rank=-1,
         )
 

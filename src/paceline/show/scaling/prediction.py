@@ -1,13 +1,12 @@
-"""What was not measured: other sizes, other networks, and the one change that would gain most.
+"""Predictions for other sizes and networks, and the change that would gain most.
 
-The model knows the job from two sizes, one worker and the smallest number of several: how much of
-each phase depends on the samples, when each bucket is ready, how uneven the workers are. It is
-checked against every other size that was measured, on this machine's own transport, with cores
-shared where there are fewer than workers. Predictions for a network give each worker a core or
-device of its own.
+The model is fitted to two sizes, one worker and the smallest number of several: how much of each
+phase depends on the samples, when each bucket is ready, how uneven the workers are. It is checked
+against every other measured size, on this machine's transport, with shared cores where there are
+fewer than workers. Predictions for a network assume a core or device for each worker.
 
 The exchange is simulated. A ring all-reduce of n workers sends 2(n-1)/n of the bytes over every
-link, in 2(n-1) messages. One bucket is under way at a time, none before its gradients are ready.
+link, in 2(n-1) messages. One bucket is in flight at a time, none before its gradients are ready.
 
     backward   |=======================|
     buckets         |--0--|  |---1---|  |--2--|
@@ -31,17 +30,17 @@ from paceline.show.scaling.attribution import (
 from paceline.show.scaling.measure import BucketTiming, Profile
 from paceline.telemetry import OWN, Phase, count_text
 
-HAND_OVER_S = 1.5e-3
-"""What a step takes longer once workers share cores: a worker that waits sleeps between looks, and
-must be given a core again. Measured with a few jobs on one machine; see docs/scaling.md."""
+RESCHEDULE_S = 1.5e-3
+"""The extra time of a step once workers share cores: a waiting worker sleeps between polls, and has
+to be scheduled again. Measured with a few jobs on one machine; see docs/scaling.md."""
 LEAST_GAIN = 0.03
-"""Less is not worth a person's time, and may be chance."""
+"""Smaller gains are not suggested: they may be chance."""
 _LEAST_FACTOR, _MOST_FACTOR = 1e-4, 1e6
 _HALVINGS = 60
 
 
 class Network(NamedTuple):
-    """What a message costs between two neighbours."""
+    """The latency and bandwidth between two neighbours."""
 
     name: str
     latency_s: float
@@ -57,13 +56,13 @@ NETWORKS = {
     "1g": Network("1g", 60e-6, 0.115e9),
     "home": Network("home", 20e-3, 5e6),
 }
-"""Usual networks: what one direction of a link carries for one worker, after protocols."""
+"""Typical networks: one direction of a link, for one worker, without protocol overhead."""
 LOCAL = Network("this machine", 30e-6, 3e9)
-"""What shared memory is like; how good it is here is fitted as one factor for both numbers."""
+"""Typical shared memory; a factor for both numbers is fitted to this machine."""
 
 
 def ring_s(nbytes: float, size: int, network: Network) -> float:
-    """How long one all-reduce takes if nobody is late."""
+    """How long one all-reduce takes if all ranks are ready."""
     hops = 2 * (size - 1)
     return hops * network.latency_s + hops / size * nbytes / network.bytes_per_s
 
@@ -79,11 +78,11 @@ def exposed_s(
 
 
 class PhaseCost(NamedTuple):
-    """A phase: a part for every step, a part for the samples."""
+    """A phase's time: a fixed part, and a part proportional to the samples."""
 
     fixed_s: float
     per_share_s: float
-    """For as many samples as one worker alone has."""
+    """For the samples of a single worker."""
 
     def at(self, share: float) -> float:
         return self.fixed_s + self.per_share_s * share
@@ -91,7 +90,7 @@ class PhaseCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizePrediction:
-    """A size that was computed, not measured."""
+    """A predicted size."""
 
     workers: int
     network: str
@@ -100,12 +99,12 @@ class SizePrediction:
     efficiency: float
     exposed_s: float
     without_rows: int = 0
-    """Workers that the batch is too small for."""
+    """The number of workers without rows, because the batch is too small."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PredictionCheck:
-    """A size that was measured, and not used to learn the job."""
+    """A measured size that was not used to fit the model."""
 
     workers: int
     measured_s: float
@@ -115,22 +114,22 @@ class PredictionCheck:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What the model knows of the job."""
+    """The fitted model of a job."""
 
     one: Profile
     several: Profile
-    """The sizes that it was learned from."""
+    """The sizes to which it was fitted."""
     mode: Mode
     cores: int
     costs: Mapping[Phase, PhaseCost]
     unevenness: float
-    """How much longer the slowest of several takes, as a share of its own work."""
+    """How long a typical worker waits for the slowest, as a share of its own work."""
     local: Network
 
     def predict(
         self, workers: int, network: Network, *, crowding: float = 1.0, share: float | None = None
     ) -> SizePrediction:
-        """One size; `share` is that of one worker's samples, by default what the mode says."""
+        """Predict one size; `share` is a worker's share of the samples, by default by `mode`."""
         busy = min(workers, self.one.samples or workers) if self.mode == "strong" else workers
         if share is None:
             share = 1 / busy if self.mode == "strong" else 1.0
@@ -142,8 +141,10 @@ class Job:
         if workers > 1:
             backward_s = stretch * self.costs[Phase.BACKWARD].at(share)
             exposed = self._exposed_s(backward_s, workers, network)
-            step_s = own_s * (1 + self.unevenness) + HAND_OVER_S + exposed
-            if crowding == 1:  # else no more than with few: whoever waits leaves its core to others
+            step_s = own_s * (1 + self.unevenness) + RESCHEDULE_S + exposed
+            # With shared cores more workers wait no longer: a waiting worker leaves its core to
+            # others.
+            if crowding == 1:
                 more = _expected_largest(workers) / _expected_largest(self.several.workers)
                 step_s = own_s * (1 + self.unevenness * more) + exposed
         speedup = busy * ideal_s / step_s
@@ -158,7 +159,7 @@ class Job:
         )
 
     def check(self, profile: Profile) -> PredictionCheck:
-        """How far off the model is for a size it has not seen."""
+        """The model's error for a measured size that it was not fitted to."""
         crowding = crowding_of(profile, self.one, self.cores)
         share = share_of_samples(self.one, profile, self.mode)
         predicted = self.predict(profile.workers, self.local, crowding=crowding, share=share)
@@ -177,8 +178,8 @@ class Job:
         return exposed_s(moved, backward_s, workers, network)
 
 
-def learn_job(one: Profile, several: Profile, mode: Mode, cores: int) -> Job:
-    """Learn the job from one worker and from one size of several."""
+def fit_job(one: Profile, several: Profile, mode: Mode, cores: int) -> Job:
+    """Fit the model to one worker and to one size of several."""
     share = share_of_samples(one, several, mode)
     stretch = stretch_of(crowding_of(several, one, cores), several.own_s)
     costs = {
@@ -198,8 +199,8 @@ def learn_job(one: Profile, several: Profile, mode: Mode, cores: int) -> Job:
 
 
 def fit_cost(alone_s: float, together_s: float, share: float) -> PhaseCost:
-    """A straight line through two points, as far as it can be a cost at all."""
-    if share >= 0.95:  # as many samples as before: nothing tells what fewer would take
+    """A line through two points, with both parts limited to be at least 0."""
+    if share >= 0.95:  # about as many samples: the two parts cannot be told apart
         return PhaseCost(0.0, together_s / share)
     slope = (alone_s - together_s) / (1 - share)
     slope = min(max(0.0, slope), together_s / share)
@@ -207,7 +208,7 @@ def fit_cost(alone_s: float, together_s: float, share: float) -> PhaseCost:
 
 
 def fit_network(profile: Profile) -> Network:
-    """This machine's transport: as slow as makes the simulated exposure what was measured."""
+    """This machine's transport: scaled so that the simulated exposed time equals the measured."""
     backward_s, measured_s = profile.seconds[Phase.BACKWARD], profile.seconds[Phase.TRANSFER]
     low, high = _LEAST_FACTOR, _MOST_FACTOR
     for _ in range(_HALVINGS):
@@ -221,19 +222,19 @@ def fit_network(profile: Profile) -> Network:
 
 
 def _expected_largest(count: int) -> float:
-    """Of so many normal numbers, by Blom: where all vary alike, the last of more is later."""
+    """The expected largest of `count` normal numbers, by Blom: the last of more is later."""
     return NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
 class Suggestion(NamedTuple):
-    """What to do, and how much faster it would be (0.1 is a tenth)."""
+    """A change, and its gain in speed (0.1 is a tenth)."""
 
     text: str
     gain: float
 
 
 def suggest(results: Sequence[SizeResult], profile: Profile) -> Suggestion | None:
-    """The suggestion that gains most at the largest size, if any is worth it."""
+    """The suggestion that gains most at the largest size, if it gains enough."""
     best, last = max(results, key=lambda result: result.speedup), results[-1]
     fast = f"{best.speedup:.2f}x as fast as one, and " if best.workers > 1 else ""
     fewer = (
@@ -248,7 +249,7 @@ def suggest(results: Sequence[SizeResult], profile: Profile) -> Suggestion | Non
     found = [
         Suggestion(fewer, best.speedup / last.speedup - 1),
         Suggestion(ahead, gain_of(profile.seconds[Phase.DATA])),
-        # Fused updates go over the parameters once; about half of the time is all one can hope for.
+        # A fused update reads the parameters once; it saves about half of the time at best.
         Suggestion(
             "Try the optimizer with fused=True.", gain_of(profile.seconds[Phase.OPTIMIZER] / 2)
         ),

@@ -1,4 +1,4 @@
-"""`paceline speedup`: what two times of the same job mean, in a sentence or two."""
+"""`paceline speedup`: speed-up and efficiency from two times of the same job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command line of `paceline speedup`."""
     parser.description = (
         "Compare the time of a job on one worker with its time on several: how many times as fast, "
-        "and what share of the ideal that is. `paceline scale` says where the rest went."
+        "and what share of the ideal that is. `paceline scale` finds where the rest is lost."
     )
     parser.add_argument("before", type=float, help="the time on one worker, in any unit")
     parser.add_argument("after", type=float, help="the time on several, in the same unit")
