@@ -21,9 +21,8 @@ class Device:
     recorded: int = 0
     aborted: threading.Event = field(default_factory=threading.Event)
 
-    def record(self) -> Device:
+    def record(self) -> None:
         self.recorded += 1
-        return self
 
     def query(self) -> bool:
         self.looked.release()
@@ -39,7 +38,7 @@ def explain(_group: Any, what: str, _error: BaseException) -> PeerError:
 
 
 def waits_of(device: Device, *, is_left: bool) -> DeviceWaits:
-    return DeviceWaits(lambda _: is_left, explain, device.record, device.abort, patience_s=0.01)
+    return DeviceWaits(lambda _: is_left, explain, lambda: device, device.abort, patience_s=0.01)
 
 
 def test_a_sum_that_a_rank_has_left_is_aborted_and_every_later_one_refused() -> None:
@@ -76,10 +75,16 @@ def test_a_rank_may_leave_when_the_device_waits_for_nothing() -> None:
     assert not device.aborted.is_set()
 
 
-def test_one_event_at_a_time_is_recorded() -> None:
+def test_what_is_noted_while_an_earlier_sum_is_watched_is_watched_too() -> None:
     device = Device()
-    waits = waits_of(device, is_left=False)
-    for _ in range(100):
-        waits.note(None, "a sum")
-    assert device.recorded == 1
-    device.passed.set()
+    is_left = threading.Event()
+    waits = DeviceWaits(lambda _: is_left.is_set(), explain, lambda: device, device.abort, 0.01)
+    waits.note(None, "Step 3: the sum of bucket 0")
+    assert device.looked.acquire(timeout=60)
+    waits.note(None, "Step 9: the sum of bucket 0")
+    assert device.recorded == 2
+    is_left.set()
+    assert device.aborted.wait(60)
+    with pytest.raises(PeerError) as found:
+        waits.check()
+    assert "Step 9" in str(found.value)

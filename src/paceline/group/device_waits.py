@@ -27,41 +27,45 @@ _LOOK_S = 0.5
 class DeviceWaits:
     """What the device of this process waits for, and the error once it is not to come.
 
-        note() -> event recorded -> the device has passed it: none, until the next note()
+        note() -> event recorded -> the device has passed it: nothing to watch
                                  -> a rank has left, `patience_s`: aborted, `check()` raises
 
-    Invariant: after an abort every later collective raises. What NCCL leaves in memory then is no
-    result, so the process must not end as if it were one: `settle()` is called at its end.
+    There is one event, recorded again by each `note()`: once the device has passed it, it has
+    passed everything before. A thread watches it from a note on until then.
+
+    Invariant: after an abort every later collective raises. What NCCL leaves in memory then is not
+    a result, so the process must not end as if it were one: `settle()` is called at its end.
     """
 
     def __init__(
         self,
         has_left: Callable[[Any], bool],
         explain: Callable[[Any, str, BaseException], PeerError],
-        record: Callable[[], Any] | None = None,
+        make_event: Callable[[], Any] = torch.cuda.Event,
         abort: Callable[[], None] | None = None,
         patience_s: float = PATIENCE_S,
     ) -> None:
         self._has_left, self._explain = has_left, explain
-        self._record, self._abort = record or _record_event, abort or _abort_all
+        self._make_event, self._abort = make_event, abort or _abort_all
         self._patience_s = patience_s
-        self._watched: threading.Thread | None = None
-        self._was_used = False
+        self._event: Any = None
+        self._newest: tuple[Any, str] | None = None
+        self._is_watched = False
+        self._lock = threading.Lock()
         self.error: PeerError | None = None
         """Why the device no longer waits for what was started, once that is so."""
 
     def note(self, group: Any, what: str) -> None:
-        """The device now waits for this; one event at a time is looked after, each by a thread."""
+        """The device now waits for this."""
         self.check()
-        if self._watched is None or not self._watched.is_alive():
-            self._was_used = True
-            self._watched = threading.Thread(
-                target=self._watch,
-                args=(group, what, self._record()),
-                name="paceline device waits",
-                daemon=True,
-            )
-            self._watched.start()
+        with self._lock:
+            if self._event is None:
+                self._event = self._make_event()
+            self._event.record()
+            self._newest = group, what
+            is_watched, self._is_watched = self._is_watched, True
+        if not is_watched:
+            threading.Thread(target=self._watch, name="paceline device waits", daemon=True).start()
 
     def check(self) -> None:
         """Raise if the device no longer waits for what was started before."""
@@ -70,28 +74,26 @@ class DeviceWaits:
 
     def settle(self) -> None:
         """Wait until the device has done everything, and raise if it could not."""
-        if self._was_used:
+        if self._event is not None:
             torch.cuda.synchronize()
             self.check()
 
-    def _watch(self, group: Any, what: str, event: Any) -> None:
+    def _watch(self) -> None:
         pause_s, left_s = min(_LOOK_S, self._patience_s / 4), 0.0
         while True:
             time.sleep(pause_s)
-            if event.query():
-                return
+            with self._lock:
+                if self._event.query():
+                    self._is_watched, self._newest = False, None
+                    return
+                assert self._newest is not None
+                group, what = self._newest
             if left_s == 0.0:
                 left_s = time.monotonic() if self._has_left(group) else 0.0
             elif time.monotonic() - left_s > self._patience_s:
                 break
         self.error = self._explain(group, what, RuntimeError("it waits for a rank that has left"))
         self._abort()
-
-
-def _record_event() -> torch.cuda.Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event
 
 
 def _abort_all() -> None:
