@@ -279,7 +279,8 @@ class BackwardFollower:
                 return
             self.current = None
             self.weight.on_local_backward(ended.arrived)
-            self.refuse_second_average(ended)
+            if ended.aside:
+                self.refuse_second_average(ended)
             if self.observer is not None:  # nothing is sent; the next thing is more data
                 watch = self.observer.watch
                 watch.mark((watch.clock(), watch.between))

@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
-from itertools import chain, count, groupby
+from itertools import count, groupby
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from paceline.ddp.wrapper import bare
+from paceline.ddp.wrapper import named_parameters
 from paceline.errors import (
     DesyncError,
     DeviceError,
@@ -33,7 +33,6 @@ from paceline.errors import (
     name_ranks,
 )
 from paceline.group import Group, all_gather, broadcast, exchange
-from paceline.torch_private import NormBase
 
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 
@@ -367,42 +366,3 @@ def _find_device_problem(
                 advice=f"Move the model there, or pass {device.index}.",
             )
     return None
-
-
-def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """The parameters to keep equal, each once, under the bare model's names."""
-    inner = bare(module)
-    ignored = _ignored_names(module, inner)
-    return [(n, p) for n, p in inner.named_parameters() if n not in ignored]
-
-
-def named_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
-    """The buffers to keep equal, as they are now: modules may assign new tensors to them.
-
-    Statistics of normalisation layers come without their version counter: in training mode their
-    backward does not read them, but would refuse to run after a second forward pass copied them.
-    """
-    inner = bare(module)
-    ignored = _ignored_names(module, inner)
-    norms = [layer for layer in module.modules() if isinstance(layer, NormBase)]
-    statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
-    return [
-        (name, buffer.data if id(buffer) in statistics else buffer)
-        for name, buffer in inner.named_buffers()
-        if name not in ignored
-    ]
-
-
-def _ignored_names(*modules: nn.Module) -> set[str]:
-    """Names that torch's class would leave alone, by the attribute it looks for."""
-    found = [getattr(each, "_ddp_params_and_buffers_to_ignore", ()) for each in modules]
-    return set(chain.from_iterable(found))
-
-
-def sparse_names(module: nn.Module) -> frozenset[str]:
-    """Parameters whose layers were built to give sparse gradients."""
-    return frozenset(
-        f"{prefix}.weight" if prefix else "weight"
-        for prefix, layer in bare(module).named_modules()
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
-    )

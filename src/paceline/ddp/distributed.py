@@ -39,7 +39,7 @@ from paceline.ddp.torch_compat import (
     agree_on_root,
     any_wants_sync,
 )
-from paceline.ddp.wrapper import Wrapper
+from paceline.ddp.wrapper import Wrapper, named_buffers, named_parameters, sparse_names
 from paceline.errors import DesyncError, HookError
 from paceline.group import Membership, announce_exit, default_group, find_tensors, map_tensors
 from paceline.telemetry import Observer, Phase, begin_observing
@@ -92,8 +92,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         capacities = bucket_capacities(bucket_cap_mb, bucket_cap_mb_list)
         membership = pick_membership(process_group, device_mesh)
         group = membership.group
-        named = checks.named_parameters(module)
-        buffers = checks.named_buffers(module)
+        named = named_parameters(module)
+        buffers = named_buffers(module)
         problem = checks.find_problem(named, buffers, device_ids, output_device)
         device = named[0][1].device if named else torch.device("cpu")
         # torch's newer argument speaks of forward passes only; the older one of wrapping as well.
@@ -135,10 +135,11 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         self.module = module
         self._build_transport()
         self._build_reducer(named, observer=observer)
-        self._transport.get()
         if init_sync and group.size() > 1:
             tensors = [tensor for _, tensor in (*named, *(buffers if sync_buffers_now else []))]
             self._copy_from(0, tensors, "Copying rank 0's model")
+        else:
+            self._transport.get()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module; on several ranks also bring its buffers up to date first."""
@@ -278,7 +279,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
         if assign:  # the module has new parameters now, and they need hooks
             self._reducer.detach()
-            self._build_reducer(checks.named_parameters(self.module), before=self._reducer)
+            self._build_reducer(named_parameters(self.module), before=self._reducer)
         return result
 
     def __getstate__(self) -> dict[str, Any]:
@@ -292,7 +293,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         self.__dict__["membership"] = Membership.of(default_group())
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._build_transport()
-        self._build_reducer(checks.named_parameters(self.module))
+        self._build_reducer(named_parameters(self.module))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedDataParallel:
         clone = type(self).__new__(type(self))
@@ -301,7 +302,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         shared = {"membership": self.membership, "_ddp_options": mine.pop("_ddp_options")}
         clone.__dict__ |= {**copy.deepcopy(mine, memo), **shared}
         clone._build_transport()
-        clone._build_reducer(checks.named_parameters(clone.module))
+        clone._build_reducer(named_parameters(clone.module))
         return clone
 
     @property
@@ -344,7 +345,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         observer: Observer | None = None,
     ) -> None:
         module: Any = self._modules["module"]
-        sparse, check = checks.sparse_names(module), checks.ModelCheck(module)
+        sparse, check = sparse_names(module), checks.ModelCheck(module)
         reducer = Reducer(
             named,
             self.membership,
@@ -438,8 +439,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
 
     def _named_tensors(self) -> list[tuple[str, Tensor]]:
         """What must be equal on all ranks."""
-        buffers = checks.named_buffers(self.module) if self.broadcast_buffers else []
-        return [*checks.named_parameters(self.module), *buffers]
+        buffers = named_buffers(self.module) if self.broadcast_buffers else []
+        return [*named_parameters(self.module), *buffers]
 
     def will_sync_module_buffers(self) -> bool:
         if not self._has_buffers and self._reducer.steps < BUFFERS_APPEAR_STEPS:
@@ -451,7 +452,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
 
         Not on GPUs, where the host would have to wait to see it.
         """
-        buffers = [buffer for _, buffer in checks.named_buffers(self.module)]
+        buffers = [buffer for _, buffer in named_buffers(self.module)]
         mine = [self._reducer.steps, len(buffers), sum(buffer.numel() for buffer in buffers)]
         stamp = [torch.tensor(mine)] if buffers and self.device.type == "cpu" else []
         self._copy_from(root, [*stamp, *buffers], "Copying buffers")

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.ddp import checks
-from paceline.ddp.wrapper import Wrapper
+from paceline.ddp.wrapper import Wrapper, named_buffers, named_parameters
 from paceline.errors import FitError
 from paceline.group import Membership, World, all_reduce, broadcast, find_tensors, word_device
 from paceline.torch_private import at_backward_end
@@ -39,7 +39,7 @@ class NaiveEngine(Wrapper):
     """
 
     def __init__(self, module: nn.Module, world: World | Membership) -> None:
-        named, buffers = checks.named_parameters(module), checks.named_buffers(module)
+        named, buffers = named_parameters(module), named_buffers(module)
         if (problem := checks.find_problem(named, buffers, None, None)) is not None:
             raise problem
         nn.Module.__init__(self)

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
+
+from paceline.torch_private import NormBase
 
 WRAPPERS = ("module", "_orig_mod")
 """What `nn.DataParallel`, torch's DistributedDataParallel and `torch.compile` put into names."""
@@ -95,6 +98,45 @@ def bare(module: nn.Module) -> nn.Module:
         if inner not in children:
             return module
         module = children[inner]  # type: ignore[assignment]
+
+
+def named_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """The parameters to keep equal, each once, under the bare model's names."""
+    inner = bare(module)
+    ignored = _ignored_names(module, inner)
+    return [(n, p) for n, p in inner.named_parameters() if n not in ignored]
+
+
+def named_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """The buffers to keep equal, as they are now: modules may assign new tensors to them.
+
+    Statistics of normalisation layers come without their version counter: in training mode their
+    backward does not read them, but would refuse to run after a second forward pass copied them.
+    """
+    inner = bare(module)
+    ignored = _ignored_names(module, inner)
+    norms = [layer for layer in module.modules() if isinstance(layer, NormBase)]
+    statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+    return [
+        (name, buffer.data if id(buffer) in statistics else buffer)
+        for name, buffer in inner.named_buffers()
+        if name not in ignored
+    ]
+
+
+def _ignored_names(*modules: nn.Module) -> set[str]:
+    """Names that torch's class would leave alone, by the attribute it looks for."""
+    found = [getattr(each, "_ddp_params_and_buffers_to_ignore", ()) for each in modules]
+    return set(chain.from_iterable(found))
+
+
+def sparse_names(module: nn.Module) -> frozenset[str]:
+    """Parameters whose layers were built to give sparse gradients."""
+    return frozenset(
+        f"{prefix}.weight" if prefix else "weight"
+        for prefix, layer in bare(module).named_modules()
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
+    )
 
 
 def without_prefixes(state_dict: Mapping[str, Any], module: nn.Module) -> Any:

@@ -215,10 +215,10 @@ def build_run(config: RunConfig) -> RunParts:
     pins = runs_ahead(device) if options.pin_memory is None else options.pin_memory
     settings = partial(loading, pins, options.prefetch, signals)
     shortest_batch = math.inf if plan is None else plan.shortest_batch
+    may_cut = _may_cut(config, plan)
     made = _make_loader(config, plan, shards, members, settings, saved)
     feed = Feed(made, shortest_batch, signals, settings)
     watching.note(engine, position.step, None if plan is None else plan.steps)
-    may_cut = _may_cut(config, plan)
     lines = opening_lines(config, world, device, shards, plan, position, may_cut=may_cut)
     if shares_out:
         lines += describe_sharing(

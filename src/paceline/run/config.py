@@ -7,7 +7,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from itertools import islice
@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, default_collate
 
 import paceline
 from paceline import env
@@ -34,7 +34,6 @@ from paceline.group import World, flatten
 from paceline.islands import Islands
 from paceline.run.fit import check_fit
 from paceline.run.models import ByName, Models, take_models
-from paceline.run.rows import check_dataset
 from paceline.run.same_bits import check_same_bits, describe_arithmetic
 from paceline.run.updates import DTYPE_BY_PRECISION, Better, find_better
 from paceline.telemetry import Sink, check_sinks, count_text, make_trackers
@@ -429,6 +428,20 @@ _MEMBERS = {
     "scaler": ("is_enabled", "scale", "unscale_", "step", "update", "state_dict"),
 }
 """What an argument of `Run` must have; its class may be anybody's."""
+
+
+def check_dataset(dataset: Any, advice: str) -> None:
+    """Refuse what has items that are not samples; `advice` is about loaders."""
+    if isinstance(dataset, DataLoader):
+        problem = "whose items are batches"
+    elif isinstance(dataset, str | bytes | os.PathLike | Mapping):
+        problem, advice = "which has no samples", "Pass what was read from there: samples by index."
+    elif isinstance(dataset, Iterator):
+        problem = "which can be read once, and is read again in every epoch and after a death"
+        advice = "Pass a list, or an object whose __iter__ begins anew."
+    else:
+        return
+    raise UsageError(f"dataset is a {type(dataset).__name__}, {problem}.", advice=advice)
 
 
 def _name_part(part: Any) -> str | None:

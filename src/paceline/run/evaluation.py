@@ -4,6 +4,10 @@ The dataset is cut into batches that do not depend on the workers; rank r of W t
 r + W and so on. Each gives means or sums and over how many items they are; sums and counts are
 added up over all batches and all workers, and divided once. What is no mean, such as an AUC, is
 computed by rank 0 from the predictions of all, put back into the order of the dataset.
+
+What score functions and encoders return has one item per sample: a tensor or a list, or a tuple or
+dictionary of such. It is put together for all batches and handed to a function, a tuple as its
+arguments and a dictionary as its named ones.
 """
 
 from __future__ import annotations
@@ -23,14 +27,53 @@ from paceline.data import Files, Shard
 from paceline.errors import UsageError, check_choice, check_whole
 from paceline.files import decode, encode
 from paceline.group import gather_bytes, map_tensors
-from paceline.run.config import Collate
+from paceline.run.config import Collate, check_dataset
 from paceline.run.forks import LivingBatches
 from paceline.run.loader import ShardFetcher, make_loader
 from paceline.run.metrics import ExactSums, Metrics, Number, means, round_sum
 from paceline.run.parts import RunParts
-from paceline.run.rows import call, check_dataset, check_rows, join
 from paceline.run.same_bits import fixed_arithmetic
 from paceline.telemetry import Summary
+
+
+def check_rows(value: Any, rows: int, who: str) -> None:
+    """Refuse what has not one item per sample of a batch of `rows`; `who` returned it."""
+    for leaf in value.values() if isinstance(value, dict) else _arguments(value):
+        if not isinstance(leaf, Tensor | list) or (isinstance(leaf, Tensor) and not leaf.dim()):
+            problem = f"returned {leaf!r:.60}"
+        elif len(leaf) != rows:
+            problem = f"returned {len(leaf)} items for a batch of {rows} samples"
+        else:
+            continue
+        raise UsageError(
+            f"{who} {problem}.",
+            advice="Return tensors or lists with one item per sample, alone, in a tuple or in a "
+            "dictionary, such as (out.softmax(1), y).",
+        )
+
+
+def join(parts: list[Any]) -> Any:
+    """The values of all samples, from those of batches."""
+    match parts[0]:
+        case dict():
+            return {name: join([part[name] for part in parts]) for name in parts[0]}
+        case tuple():
+            return tuple(join(list(items)) for items in zip(*parts, strict=True))
+        case Tensor():
+            return torch.cat(parts)
+    return [item for part in parts for item in part]
+
+
+def call(function: Callable[..., Any], value: Any) -> Any:
+    """What the function makes of the values of all samples."""
+    if isinstance(value, dict):
+        return function(**value)
+    return function(*_arguments(value))
+
+
+def _arguments(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
 
 Score = Callable[[Any], Mapping[str, Number | tuple[Number, Number]]]
 """Takes a batch; gives, by name, a mean or a sum, alone or with the number of its items."""

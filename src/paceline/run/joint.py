@@ -20,8 +20,8 @@ from paceline.data import Shard
 from paceline.errors import UsageError
 from paceline.files import decode, encode
 from paceline.group import find_tensors, gather_bytes, map_tensors
+from paceline.run.evaluation import call, check_rows, join
 from paceline.run.parts import Cut, Place, Training
-from paceline.run.rows import call, check_rows, join
 from paceline.telemetry import Message, Sinks
 
 _SHORT = (torch.float16, torch.bfloat16)

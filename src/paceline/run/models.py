@@ -155,13 +155,14 @@ class Models:
                 f"{what} is {value!r:.60}, and the run has several models.",
                 advice=f"Pass them by name: {what}={{{name!r}: ...}}.",
             )
-        for name in value or {}:
+        given = value or {}
+        for name in given:
             if name not in trained:
                 meant = did_you_mean(name, trained)
                 raise UsageError(
                     f"{what} has {name!r}, which is not trained.{meant}", advice=_ADVICE
                 )
-        return {name: value[name] for name in trained if name in (value or {})}
+        return {name: given[name] for name in trained if name in given}
 
     def _refuse_shared(self) -> None:
         owner: dict[int, str] = {}

@@ -106,11 +106,14 @@ def make_update(
     options, models = config.options, config.models
 
     def settings(module: nn.Module, scaler: Any) -> dict[str, Any]:
-        finite = None
+        found = {"scaler": precision.find_scaler(scaler), "finite": None}
         if options.check_finite != "off":
             named, is_complete = list(module.named_parameters()), options.check_finite == "all"
-            finite = FiniteCheck(named, members, is_complete=is_complete, is_saved=config.is_saved)
-        return {"scaler": precision.find_scaler(scaler), "finite": finite}
+            is_saved = config.is_saved
+            found["finite"] = FiniteCheck(
+                named, members, is_complete=is_complete, is_saved=is_saved
+            )
+        return found
 
     if models is not None:
         updates = {

@@ -70,8 +70,8 @@ class StragglerDetector:
         This object lives as long as the group, so the function must not keep the group alive."""
         self._watch = watch
         self.cadence = Cadence(membership, WARM_UP_STEPS + LEAST_PERIOD)
-        self.on_generation()
         membership.follow(self.on_generation)
+        self.on_generation()
 
     def on_generation(self) -> None:
         """Forget earlier windows: the group has changed, and ranks may be other workers."""

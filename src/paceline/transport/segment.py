@@ -115,9 +115,11 @@ class Segment:
                 offset=self.places.bucket_offset(rank, number, spare),
             )
 
-    def leave_with(self, owner: object, rank: int) -> None:
-        """Tell those that would wait for a rank when its `owner` is gone, or its process ends."""
+    def join(self, owner: object, rank: int, flats: Sequence[Flat]) -> list[Tensor]:
+        """A rank's buckets. Those that would wait for it are told when its `owner` is gone, or its
+        process ends."""
         weakref.finalize(owner, _leave, self.words, self.places.status[rank], os.getpid())
+        return [self.bucket(rank, number, flat) for number, flat in enumerate(flats)]
 
 
 def share_segment(

@@ -77,8 +77,7 @@ class SharedBuckets:
         self.group, self.ranks = group, ranks = peers.group, peers.ranks
         self.position = position = ranks.index(group.rank())
         self._size: int = group.size()
-        segment.leave_with(self, position)
-        self.homes = [segment.bucket(position, b, flat) for b, flat in enumerate(flats)]
+        self.homes = segment.join(self, position, flats)
         """Where this rank's buckets lie; nothing here keeps another reference to their storage."""
         self._addresses = [home.data_ptr() for home in self.homes]
         self.peers = peers
