@@ -92,9 +92,11 @@ def is_replacement(survival: Survival) -> bool:
 
 
 def state_of(run: Run) -> dict[str, Any]:
-    """Everything that a checkpoint would hold."""
+    """Everything that a checkpoint would hold, but for the noise scale: what a dead worker has
+    measured is not in it."""
     parts = run._parts
-    return parts.training.state.gather(parts.progress.position, {})
+    state = parts.training.state.gather(parts.progress.position, {})
+    return {name: each for name, each in state.items() if name != "noise"}
 
 
 def module_of(run: Run) -> Any:

@@ -401,6 +401,27 @@ def test_the_noise_scale_is_measured_on_the_way(tmp_path: Path) -> None:
     assert "noise scale" in noise[-1]["advice"]
 
 
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 3)])
+def test_the_noise_scale_goes_on_where_a_run_was_stopped(
+    sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    options = RunOptions(progress="quiet", noise_every=1)
+
+    def noise_of(folder: Path, *stops: int | None) -> list[float]:
+        for size, stop in zip(sizes, stops, strict=False):
+            run_ranks(
+                size,
+                lambda world, stop=stop: train(
+                    world, shards=4, options=options, folder=folder, stop_after=stop
+                ),
+            )
+        events = read_events(RunFolder(folder))
+        return [event["noise_scale"] for event in events if event["kind"] == "noise"]
+
+    whole = noise_of(tmp_path / "whole", None)
+    assert noise_of(tmp_path / "stopped", 10, None) == pytest.approx(whole)
+
+
 def test_sigterm_from_an_unknown_launcher_is_answered_once_the_others_are_known_to_live() -> None:
     said: list[str] = []
     request = StopRequest(said.append)

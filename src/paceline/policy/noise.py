@@ -9,7 +9,7 @@ squared norms of the shards' gradients with that of the whole batch: docs/policy
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -96,6 +96,14 @@ class NoiseScale:
         self._noise += share * (noise - self._noise)
         self._batch += share * (batch - self._batch)
 
+    def state_dict(self) -> dict[str, float]:
+        names = ("measurements", "_signal", "_noise", "_batch")
+        return {name.removeprefix("_"): getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self.measurements = int(state["measurements"])
+        self._signal, self._noise, self._batch = (state[n] for n in ("signal", "noise", "batch"))
+
     def estimate(self) -> NoiseEstimate | None:
         """None while there are too few measurements."""
         if self.measurements < _FEWEST:
@@ -126,6 +134,7 @@ class NoiseMeter:
         self._handles: list[Any] = []
         self._step = 0
         self._measured_by_slot: dict[int, Tensor] = {}
+        self._heard: list[Any] = []
         self.cancel()
 
     def cancel(self) -> None:
@@ -195,14 +204,32 @@ class NoiseMeter:
 
         A collective: every rank calls it, at the same point. `None` is a world of one.
         """
-        device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        table = torch.zeros(_SLOTS, _COLUMNS, dtype=torch.float64, device=device)
-        for slot, words in self._measured_by_slot.items():
-            table[slot] = words
+        table = self._table()
         self._measured_by_slot = {}
         size = 1 if group is None else group.size()
         if group is not None and size > 1:
             all_reduce(group, table, "Adding up the gradient noise")
+        return self._add(table, size)
+
+    def tell(self) -> list[list[float]]:
+        """The measurements of this rank since the last reading, for who exchanges them itself."""
+        return self._table().tolist()
+
+    def hear(self, everyone: list[Any]) -> NoiseEstimate | None:
+        """As `read`, from what all ranks have told; hearing the same twice adds nothing."""
+        if everyone == self._heard:
+            return self.scale.estimate()
+        self._measured_by_slot, self._heard = {}, everyone
+        return self._add(torch.tensor(everyone, dtype=torch.float64).sum(0), len(everyone))
+
+    def _table(self) -> Tensor:
+        device = self._parameters[0].device if self._parameters else torch.device("cpu")
+        table = torch.zeros(_SLOTS, _COLUMNS, dtype=torch.float64, device=device)
+        for slot, words in self._measured_by_slot.items():
+            table[slot] = words
+        return table
+
+    def _add(self, table: Tensor, size: int) -> NoiseEstimate | None:
         for ranks, whole, shards, rows, squares in table.tolist():
             # Skip a measurement in which a rank that joined later has no part.
             if ranks == size and shards >= 2 and rows > 0:

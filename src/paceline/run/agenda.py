@@ -80,7 +80,7 @@ BETWEEN_STEPS = (
         "in evaluations: of a model that has buffers, and of those that collect predictions",
     ),
     Entry("exchanges", ("run.recovery",), "at the end of an epoch, evaluations, saves, the end"),
-    Entry("noise", ("policy.noise",), "at the end of an epoch"),
+    Entry("noise", ("policy.noise",), "in loops without a run, which has it among its exchanges"),
     Entry(
         "saving",
         ("run.state", "update.shares"),

@@ -176,6 +176,8 @@ def build_run(config: RunConfig) -> RunParts:
         _refuse_difference(link.facts, ours, "in the run", "in a worker that would join it")
     if saving.is_on:
         state.check_savable()
+    if options.noise_every and count_passes(config, shards, workers) > 1:
+        state.noise = NoiseMeter(module.parameters(), every=options.noise_every)
     with ExitStack() as undo:
         undo.callback(watching.end)
         watching.start_timeline(world.rank)
@@ -190,9 +192,6 @@ def build_run(config: RunConfig) -> RunParts:
     repeated = position.step_of_epoch if other_size else 0
     if repeated:
         position, sums = replace(position, step_of_epoch=0), {}
-    noise = None
-    if options.noise_every and count_passes(config, shards, workers) > 1:
-        noise = NoiseMeter(module.parameters(), every=options.noise_every)
     has_buffers = next(module.buffers(), None) is not None
     training = Training(
         engine,
@@ -202,7 +201,7 @@ def build_run(config: RunConfig) -> RunParts:
         precision,
         average,
         Buffers(module, members, is_ordered=bool(options.same_bits)) if has_buffers else None,
-        noise,
+        state.noise,
         Generators(device),
         rating,
         state,

@@ -450,12 +450,10 @@ class Run:
         state, position = parts.training.state, parts.progress.position
         if isinstance(parts.feed.loader, UserLoader) and saving.is_on:
             state.loaders = parts.feed.loader.gather_states(position)
-        metrics, what = parts.outlets.metrics, "Adding up the epoch so far"
-        add_up = partial(parts.exchanges.add_up, metrics.sums_of_epoch, what)
         saving.save(
             state,
             position,
-            add_up,
+            self._reports.add_up_so_far,
             parts.progress.scores,
             can_save=lambda: not parts.recovery.must_go_back and not parts.recovery.is_apart,
         )

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from torch import Tensor
 from paceline import env
 from paceline.errors import UsageError
 from paceline.group import HostCopy, Membership
+from paceline.policy import NoiseEstimate
 from paceline.run.same_bits import EVERY, hash_state
 from paceline.telemetry import Message, StepReport, Summary, Sums
 
@@ -386,9 +386,22 @@ class Reports:
         parts.training.state.take_part()
         return None
 
+    def read_noise(self) -> NoiseEstimate | None:
+        """Combine what all workers have measured since the last time, where they measure."""
+        noise, exchanges = self._parts.training.noise, self._parts.exchanges
+        if noise is None or self._parts.recovery.is_apart:
+            return None
+        return noise.hear(exchanges.exchange(noise.tell, "Adding up the gradient noise"))
+
+    def add_up_so_far(self) -> ExactSums:
+        """What a checkpoint keeps of the epoch, from all workers; the noise scale keeps its own."""
+        self.read_noise()
+        sums = self._parts.outlets.metrics.sums_of_epoch
+        return self._parts.exchanges.add_up(sums, "Adding up the epoch so far")
+
     def _tell_epoch(self, step: Step) -> None:
         parts = self._parts
-        metrics, sinks, noise = parts.outlets.metrics, parts.outlets.sinks, parts.training.noise
+        metrics, sinks = parts.outlets.metrics, parts.outlets.sinks
         sums = means(parts.exchanges.add_up(metrics.sums_of_epoch, "Adding up the epoch"))
         metrics.end_epoch()
         # Of two with one name, the evaluation's.
@@ -397,11 +410,7 @@ class Reports:
         seconds, self._epoch_s = now_s - self._epoch_s, now_s
         samples, self._epoch_samples = self._epoch_samples, 0
         sinks.tell("epoch", Summary(step.epoch, step.number, sums, seconds, samples))
-        if noise is None:
-            return
-        # What a dead worker had measured is gone: nothing is said this time.
-        read = partial(noise.read, parts.place.membership.group)
-        if (estimate := parts.recovery.attempt(read, instead=None)) is not None:
+        if (estimate := self.read_noise()) is not None:
             scale, advice = estimate.noise_scale, estimate.advice
             facts = {"step": step.number, "noise_scale": scale, "advice": advice}
             sinks.tell("message", Message(advice, "info", "noise", facts))

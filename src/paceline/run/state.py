@@ -22,6 +22,7 @@ from paceline.ddp import broadcast_tensors
 from paceline.errors import CheckpointError, PeerError, UsageError, check_members
 from paceline.files import RunFolder, find_info, put_together, take_apart
 from paceline.group import Membership, broadcast, exchange
+from paceline.policy import NoiseMeter
 from paceline.run.config import RunConfig
 from paceline.run.fit import Fit
 from paceline.run.metrics import ExactSums
@@ -36,6 +37,7 @@ MUST_BE_EQUAL = (
 )
 """The facts that identify a run."""
 
+_ADVICE = "Give it state_dict() and load_state_dict(), so that it can be saved and loaded."
 _DTYPE_BY_NAME = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
@@ -53,16 +55,14 @@ class RunState:
     ) -> None:
         """`weights` has the state of the module, where that is saved in another form."""
         for name, each in others.items():
-            advice = (
-                "Give it state_dict() and load_state_dict(), so that it can be saved and loaded."
-            )
-            check_members(f"state[{name!r}]", each, ("state_dict", "load_state_dict"), advice)
+            check_members(f"state[{name!r}]", each, ("state_dict", "load_state_dict"), _ADVICE)
         self._module = module
         self._weights = module if weights is None else weights
         self._update, self._parts, self._rating, self._fit = update, update.parts, rating, fit
         self._others = dict(others)
         self._guard: Any = None
         self._exchanged: ExchangedStep | None = None
+        self.noise: NoiseMeter | None = None
         self.loaders: list[Any] | None = None
         """The states of all workers' loaders, where they have any."""
 
@@ -91,6 +91,7 @@ class RunState:
             "optimizer_params": self._param_names(),
             **({} if self._fit.size is None else {"fit": self._fit.state_dict()}),
             **({} if self.loaders is None else {"loader": self.loaders}),
+            **({} if self.noise is None else {"noise": self.noise.scale.state_dict()}),
         }
 
     def take_part(self) -> None:
@@ -149,6 +150,8 @@ class RunState:
             _load(self._rating, state["rating"], "the rating")
         if "fit" in state:
             _load(self._fit, state["fit"], "fit=")
+        if "noise" in state and self.noise is not None and with_objects:
+            _load(self.noise.scale, state["noise"], "the noise scale")
         return position_in(state), dict(state["metrics"])
 
     def _param_names(self) -> list[list[str]]:
@@ -188,10 +191,9 @@ class RunState:
         take_apart(self.gather(Position(), {}), "state", UsageError)
 
     def _check_parts(self, state: Mapping[str, Any]) -> None:
-        kept = "loader model state position metrics rating optimizer_params fit"
-        there = (set(state) - set(kept.split())) | {
-            f"state[{name!r}]" for name in state.get("state", {})
-        }
+        kept = "loader model state position metrics rating optimizer_params fit noise"
+        there = set(state) - set(kept.split())
+        there |= {f"state[{name!r}]" for name in state.get("state", {})}
         here = set(self._parts) | {f"state[{name!r}]" for name in self._others}
         if there != here:
             odd = sorted(there ^ here)[0]
