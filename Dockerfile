@@ -1,4 +1,4 @@
-# The package, and its demo as a user who is not root:
+# The package, and its demo as a non-root user:
 #
 #     docker build -t paceline . && docker run --rm --shm-size 1g paceline
 #

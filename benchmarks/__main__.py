@@ -90,7 +90,9 @@ def make_parser() -> argparse.ArgumentParser:
     for name, text in everything.items():
         command = commands.add_parser(name, help=text)
         command.add_argument("--out", type=Path, required=True, help="folder for the JSON files")
-        command.add_argument("--quick", action="store_true", help="see that all of it runs")
+        command.add_argument(
+            "--quick", action="store_true", help="a short test that everything runs"
+        )
     page = _module("page")
     page.add_arguments(commands.add_parser("page", help=_first_line(page)))
     return parser
@@ -101,7 +103,7 @@ def _run(args: argparse.Namespace, command: str, path: Path | None) -> None:
     results = _module(args.what).main(args)
     print(f"\n{args.what}: {time.monotonic() - start:.0f} s")
     if path is not None:
-        command = re.sub(r" --json[= ]\S+", "", command)  # where it was saved says nothing
+        command = re.sub(r" --json[= ]\S+", "", command)  # the path of the results is irrelevant
         save(path.with_suffix(".json"), f"python -m benchmarks {command}", results)
 
 

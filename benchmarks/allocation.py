@@ -1,9 +1,9 @@
-"""What a worker's environment is worth: the bare model alone, as `paceline run` would start it.
+"""Gain from the memory settings of `paceline run`, with the bare model alone.
 
-glibc gives large blocks back to the system when they are freed, and the next step has their pages
-mapped and cleared again, 4 KiB at a time. The launcher tells it to keep them, and torch to ask for
-huge pages. Every measurement is a new process with one thread; rounds take turns. There is no
-communication in it at all.
+glibc returns large blocks to the system when they are freed, and the next step has to map and
+clear their pages again, 4 KiB at a time. The launcher sets it to keep them, and torch to request
+huge pages. Every measurement is a new process with one thread; rounds alternate. There is no
+communication.
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ def _train(name: str, steps: int) -> dict[str, float]:
             faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         start = time.perf_counter()
         model.loss(module, batch).backward()
-        with torch.no_grad():  # torch's optimizers load the compiler: seconds in every process
+        with (
+            torch.no_grad()
+        ):  # torch's optimizers import the compiler, which takes seconds in every process
             for param in params:
                 assert param.grad is not None
                 param.sub_(param.grad, alpha=1e-3)

@@ -1,8 +1,8 @@
-"""How long summing one bucket takes, from 4 KiB to 64 MiB: shared memory against Gloo.
+"""Time to sum one bucket, from 4 KiB to 64 MiB: shared memory against Gloo.
 
-Both take turns in the same processes. A time is that of one sum among many in a row, on the slowest
-rank; the speed is the bucket's bytes divided by it. Real gradients are computed in between, and
-there a part of a sum is hidden.
+Both alternate in the same processes. A time is that of one sum among many in a row, on the slowest
+rank; the speed is the bucket's bytes divided by it. In a real step gradients are computed in
+between, which hides a part of each sum.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Sum = Callable[[], None]
 
 
 def measure(world: World, sizes: list[int], rounds: int, block_ms: float) -> Any:
-    """Seconds of one sum on this rank, by size, way and round."""
+    """Seconds of one sum on this rank, by size, transport and round."""
     torch.set_num_threads(1)
     seconds: dict[str, dict[str, list[float]]] = {}
     for size in sizes:
@@ -79,7 +79,7 @@ def _ways(world: World, size: int) -> dict[str, Sum]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="worker processes (default 2)")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--block-ms", type=float, default=60, help="about so long a way is in turn")
+    parser.add_argument("--block-ms", type=float, default=60, help="approximate time of a turn")
     parser.add_argument("--quick", action="store_true", help="2 rounds, up to 1 MiB")
 
 

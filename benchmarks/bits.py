@@ -1,7 +1,7 @@
-"""What the same bits cost: `Run` with same_bits, and with an audit, beside the usual `Run`.
+"""Cost of same_bits and of an audit, compared with the usual `Run`.
 
-All live in the same processes, one thread each, and take turns stretch by stretch; a stretch has
-ended when the slowest rank has ended it. The batch is cut into as many shards for all of them.
+All run in the same processes, one thread each, and alternate in intervals of some steps; an
+interval ends when the slowest rank ends it. The batch is cut into the same shards for all of them.
 Deterministic algorithms are switched on for the whole process, so for the usual `Run` as well.
 """
 
@@ -36,7 +36,7 @@ def measure(
     stretch: int,
     rounds: int,
 ) -> dict[str, list[float]]:
-    """The seconds of each stretch, by contestant, on this rank."""
+    """The seconds of each interval, by contestant, on this rank."""
     torch.set_num_threads(1)
     contestants = {
         each: with_run(world, MODELS[model], None, 0, shards=shards, **options)
@@ -46,12 +46,12 @@ def measure(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="gpt-17M,mlp-8.4M", help="names, with commas between")
+    parser.add_argument("--model", default="gpt-17M,mlp-8.4M", help="comma-separated names")
     parser.add_argument("--ranks", type=int, default=2, help="worker processes (default 2)")
     parser.add_argument("--shards", type=int, help="of each batch (default: one per rank)")
-    parser.add_argument("--steps", type=int, default=20, help="steps of a stretch (default 20)")
+    parser.add_argument("--steps", type=int, default=20, help="steps per interval (default 20)")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a short test that it runs")
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def compare(
                     "ms per step": round(statistics.median(times) / stretch * 1e3, 2),
                     f"/ {usual}": round(against.median, digits),
                     "quartiles": f"{against.low:.{digits}f} to {against.high:.{digits}f}",
-                    # One step of a hundred that is audited is in few stretches, and in no median.
+                    # One audited step of a hundred is in few intervals, and in no median.
                     "all steps": round(sum(times) / sum(seconds[usual]), digits),
                 }
             )

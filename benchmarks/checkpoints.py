@@ -1,8 +1,8 @@
-"""What a checkpoint costs the training beside it: a save every so many steps against none.
+"""Cost of background checkpoints for the training: a save every so many steps against none.
 
 Workers train with DistributedDataParallel, one thread each, on a model with AdamW; rank 0 saves.
-Stretches of steps with one save take turns with stretches without, in one process, so that what
-else the machine does falls on both.
+Intervals with one save alternate with intervals without, in one process, so that other load of
+the machine affects both.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.testing import run_processes
 
 
 def measure(world: World, name: str, steps: int, rounds: int, folder: str) -> dict[str, Any]:
-    """Seconds of each stretch with a save and of each without, and what the saves said."""
+    """Seconds of each interval with and without a save, and the reports of the saves."""
     model = MODELS[name]
     torch.manual_seed(0)
     ddp = DistributedDataParallel(model.build())
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="gpt-17M", choices=MODELS, help="one name")
     parser.add_argument("--ranks", type=int, default=2, help="worker processes (default 2)")
     parser.add_argument("--steps", type=int, default=50, help="steps between saves (default 50)")
-    parser.add_argument("--rounds", type=int, default=6, help="stretches of each kind (default 6)")
+    parser.add_argument("--rounds", type=int, default=6, help="intervals of each kind (default 6)")
     parser.add_argument("--quick", action="store_true", help="5 steps, 2 rounds")
 
 

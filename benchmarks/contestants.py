@@ -1,7 +1,7 @@
-"""Who is measured: no communication at all, Paceline, torch's class, and those built on it.
+"""The contestants: no communication at all, Paceline, torch's class, and libraries built on it.
 
-Each contestant turns a bare module into something that trains, the way its own documentation
-says. Names travel to the worker processes, so that every process builds the same.
+Each contestant wraps a bare module for training as its own documentation says. Only names are sent
+to the worker processes, so that every process builds the same.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEARNING_RATE = 1e-3
 
 @dataclass(slots=True)
 class Trainer:
-    """A module, wrapped, and what belongs to it."""
+    """A wrapped module, and what it needs for training."""
 
     module: nn.Module
     optimizer: Any
@@ -66,7 +66,7 @@ def _over_c10d(module: nn.Module) -> nn.Module:
 
 
 def has_transports() -> bool:
-    """Whether this Paceline can choose how gradients travel."""
+    """Whether this version of Paceline can choose the transport of gradients."""
     return "transport" in {field.name for field in dataclasses.fields(DDPOptions)}
 
 
@@ -124,7 +124,7 @@ _MODULE_BY_NAME = {"Accelerate": "accelerate", "Lightning Fabric": "lightning_fa
 
 
 def why_absent(name: str) -> str:
-    """Why a contestant cannot take part here, or nothing."""
+    """Why a contestant cannot run here, or an empty string."""
     module = _MODULE_BY_NAME.get(name)
     if module is not None and importlib.util.find_spec(module) is None:
         return f"{name}: left out, not installed (pip install 'paceline[bench]')"
@@ -138,7 +138,7 @@ def why_absent(name: str) -> str:
 def present(floors: Collection[str] = (FLOOR,)) -> tuple[list[str], list[str]]:
     """Those besides the tuned ones that can take part, and a line for each that cannot.
 
-    The second floor says something only where every contestant has processes of its own.
+    The second floor is meaningful only if every contestant has separate processes.
     """
     others = set(FLOORS) - set(floors)
     names = [name for name in BUILD if name not in others | tuned_options().keys()]
@@ -151,7 +151,7 @@ def choose_tuned(seconds: dict[str, float], how_many: int) -> list[str]:
 
 
 def load(name: str) -> None:
-    """Import what a contestant needs and what a first optimizer loads, to measure neither."""
+    """Import what a contestant and a first optimizer need, so that neither is measured."""
     if name in _MODULE_BY_NAME:
         importlib.import_module(_MODULE_BY_NAME[name])
     _plain(lambda module: module)(nn.Linear(1, 1)).step(lambda module: module(torch.ones(1)).sum())

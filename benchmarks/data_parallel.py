@@ -1,8 +1,8 @@
-"""How long a step takes in one process: ours, nn.DataParallel, and the bare model on one device.
+"""Step time in one process: ours, nn.DataParallel, and the bare model on one device.
 
-All contestants take turns in one process; what counts are ratios, taken round by round. A step is
+All contestants alternate in one process; results are ratios, taken round by round. A step is
 zero_grad, forward, loss, backward and an SGD update. On a GPU its replicas share the one device,
-which shows what the machinery costs; on the CPU each has half of the threads. Memory is the peak
+which shows the overhead; on the CPU each has half of the threads. Memory is the peak
 of a step, measured for each contestant alone.
 """
 
@@ -89,7 +89,7 @@ TASKS = {
 
 
 def contestants(task: Task, device: str, replicas: int) -> dict[str, Callable[[], Step]]:
-    """What builds each contestant's step."""
+    """Functions that build each contestant's step."""
     ids: list[Any] = [0] * replicas if device == "cuda" else [f"cpu:{i}" for i in range(replicas)]
     wraps: dict[str, tuple[Callable[[nn.Module], nn.Module], bool]] = {
         "bare": (lambda m: m, False),
@@ -130,12 +130,12 @@ def _step(
 
 
 def peak_mib(build: Callable[[], Step]) -> tuple[int, int]:
-    """The most memory that tensors need in a step, and that is reserved for them, on the GPU.
+    """Peak GPU memory of tensors in a step, and the memory reserved for them.
 
-    Workspaces of matrix kernels, of which threads have their own, are part of both.
+    Workspaces of matrix kernels, one per thread, are part of both.
     """
     torch.cuda.synchronize()
-    torch._C._cuda_clearCublasWorkspaces()  # or the first contestant would pay for all
+    torch._C._cuda_clearCublasWorkspaces()  # otherwise the first contestant would pay for all
     torch.cuda.empty_cache()
     before, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     step = build()

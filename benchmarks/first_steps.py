@@ -1,7 +1,7 @@
-"""How long the first steps of a run take, from wrapping the model on.
+"""Time of the first steps of a run, from wrapping the model on.
 
-Each time in fresh processes, contestants taking turns. Imports, the group and building the model do
-not count; what an engine does in its first steps (ordering buckets, finding memory) does.
+In fresh processes each time, with alternating contestants. Imports, the group and building the
+model do not count; an engine's first work (ordering buckets, allocating memory) does.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def measure(model: str, names: list[str], size: int, rounds: int) -> list[dict[s
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", "--models", default="mlp-8.4M", help="names with commas, or all")
+    parser.add_argument(
+        "--model", "--models", default="mlp-8.4M", help="comma-separated names, or all"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="worker processes (default 2)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="1 round, three contestants")

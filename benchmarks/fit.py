@@ -1,8 +1,8 @@
-"""What `fit="auto"` costs where memory suffices, beside `fit="off"`, and that beside itself.
+"""Cost of `fit="auto"` when memory suffices, against `fit="off"`, and of "off" against itself.
 
-All live in the same processes, one thread each, and take turns stretch by stretch, as in `bits`.
-Stretches are short and many: half a percent is asked for, and what a run without the option comes
-to against its twin says how much of the difference is the machine's.
+All run in the same processes, one thread each, and alternate in intervals, as in `bits`. Intervals
+are short and many, to measure half a percent; the difference between two runs without the option
+is the noise.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One GPU and a network that is only pretended: how much of the sums each engine hides.
+"""Overlap on one GPU with an emulated network: the part of the sums that each engine hides.
 
 Summing a bucket occupies a side stream for latency + bytes / bandwidth, with a kernel that does
-nothing but wait. Both engines get it as the same communication hook in a world of one, so that what
-differs is when buckets start and what happens around them. An engine exposes the time of a step
+nothing but wait. Both engines get it as the same communication hook in a world of one, so they
+differ only in when buckets start and what happens around them. An engine exposes the time of a step
 beyond the bare model's, and hides the rest of the time that the sums take. A real network also
 takes memory bandwidth and processors from the model, which this one does not.
 """
@@ -31,7 +31,7 @@ time enough to launch all kernels, with 32 it has plenty."""
 
 
 class PretendedNetwork:
-    """A hook whose sums take as long as told, one after the other on a stream of its own."""
+    """A hook whose sums take a given time, one after the other on a separate stream."""
 
     def __init__(self, cycles_per_us: float) -> None:
         self._cycles_per_us = cycles_per_us
@@ -56,7 +56,7 @@ class PretendedNetwork:
 
 
 def calibrate() -> float:
-    """How many cycles of the waiting kernel make a microsecond, on a GPU that is warm."""
+    """Cycles of the waiting kernel per microsecond, on a warm GPU."""
     cycles = 20_000_000
     rates = []
     for _ in range(5):
@@ -80,7 +80,7 @@ BARE = "bare model"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--case", default="", help="only those whose name begins with this")
+    parser.add_argument("--case", default="", help="only contestants whose name begins with this")
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def enter(network: PretendedNetwork, *, is_tied: bool) -> Entries:
 def measure(
     entries: Entries, network: PretendedNetwork, tokens: Tensor, rounds: int, steps: int
 ) -> tuple[dict[str, list[float]], dict[str, tuple[float, float]]]:
-    """Milliseconds of a step by contestant and round; and what its sums take, and how many."""
+    """Milliseconds of a step by contestant and round; and the time and number of its sums."""
     times: dict[str, list[float]] = {name: [] for name in entries}
     sums: dict[str, tuple[float, float]] = {}
     for number in range(rounds + 1):

@@ -1,11 +1,11 @@
-"""Whether trainings with same_bits have equal hashes: any workers, update and transport.
+"""Check that trainings with same_bits have equal hashes, with any workers, update and transport.
 
-Every model is trained alone, and again by 2, 3, 4 and 8 workers, each time with the update whole
-or shared out and gradients in shared memory or over sockets. What is compared is the SHA-256 of
-all of the state: parameters, buffers, optimizer, scheduler, scaler, averaged weights.
+Every model is trained by one worker, and again by 2, 3, 4 and 8 workers, each time with a whole
+and a sharded update, and gradients in shared memory and over sockets. Compared is the SHA-256 of
+the complete state: parameters, buffers, optimizer, scheduler, scaler, averaged weights.
 
     python -m benchmarks hashes --kills 20         3 workers under `paceline run`, killed 20 times
-    python -m benchmarks hashes --chain 3,2,1,4    resumed by so many workers, one after another
+    python -m benchmarks hashes --chain 3,2,1,4    resumed by these numbers of workers in turn
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KILLED = ("step", "forward", "between steps", "at the vote", "")
 
 
 class GPT(nn.Module):
-    """Dropout, a table that is also the last layer, and a layer without use."""
+    """Dropout, tied embeddings, and an unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class GPT(nn.Module):
 
 
 class Twice(nn.Module):
-    """A layer that is used twice for some shards, once for others, and one without use."""
+    """A layer that is used twice for some shards, once for others, and an unused one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 class Hashes:
-    """A sink that keeps the hashes which a run tells, by step."""
+    """A sink that keeps the hashes that a run reports, by step."""
 
     def __init__(self) -> None:
         self.by_step: dict[int, str] = {}
@@ -148,7 +148,7 @@ def train(
 
 
 def plan_kills(count: int, steps: int, workers: int, seed: str) -> TrainingFaults:
-    """Kills in steps that are evenly apart, of drawn workers, at every kind of moment in turn."""
+    """Kills in evenly spaced steps, of random workers, at each kind of moment in turn."""
     draw, plan = random.Random(seed), TrainingFaults()
     for number in range(count):
         at: Any = {"rank": draw.randrange(workers), "step": 2 + number * (steps - 20) // count}
@@ -163,9 +163,9 @@ def plan_kills(count: int, steps: int, workers: int, seed: str) -> TrainingFault
 def launch(
     model: str, precision: str, way: str, steps: int, sizes: Sequence[int], kills: int
 ) -> tuple[dict[int, str], int]:
-    """Hashes, and deaths by the run's own events, of a training under `paceline run`.
+    """The hashes of a training under `paceline run`, and its deaths according to the run's events.
 
-    Each number of workers continues what the one before has left.
+    Each number of workers resumes the run of the one before.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-hashes-") as name:
         for number, size in enumerate(sizes, 1):
@@ -182,14 +182,16 @@ def launch(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="all", help="names, with commas between")
+    parser.add_argument("--model", default="all", help="comma-separated names")
     parser.add_argument("--precision", default="all", help="fp32, bf16, fp16")
     parser.add_argument("--ways", default="all", help=", ".join(WAYS))
     parser.add_argument("--workers", default="2,3,4,8", help="besides 1")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--kills", type=int, default=0, help="instead: so many, of 3 workers")
+    parser.add_argument(
+        "--kills", type=int, default=0, help="instead: this many kills, of 3 workers"
+    )
     parser.add_argument("--chain", help="instead: numbers of workers, each resuming the last")
-    parser.add_argument("--quick", action="store_true", help="see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a short test that it runs")
 
 
 def main(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
-"""What islands cost in quality and save in bytes: a small GPT, two islands of one worker.
+"""Quality loss and saved bytes of islands: a small GPT, two islands of one worker.
 
 Every setting trains on the same tokens as one training of both workers, with several seeds.
-Quality and bytes do not depend on how busy the machine is; times are not measured.
+Quality and bytes do not depend on the load of the machine; times are not measured.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--every", type=int, default=30, help="steps between two rounds")
     parser.add_argument("--rate", type=float, default=5e-4, help="the learning rate of AdamW")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1, help="trainings at a time")
-    parser.add_argument("--quick", action="store_true", help="see that it runs")
+    parser.add_argument("--jobs", type=int, default=1, help="concurrent trainings")
+    parser.add_argument("--quick", action="store_true", help="a short test that it runs")
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:

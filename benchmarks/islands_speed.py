@@ -1,6 +1,6 @@
-"""What a step costs with islands, beside the bare model on the same device: two islands of one.
+"""Step time with two islands of one worker, compared with the bare model on the same device.
 
-Both islands compute, on one GPU if that is all there is, and exchange through the launcher's
+Both islands compute, on one GPU if there is only one, and exchange through the launcher's
 meeting place. Each launch measures the bare model before and after the run, in the same processes,
 and the run over whole rounds, from the end of its first one on.
 
@@ -90,7 +90,7 @@ def launch(args: argparse.Namespace, islands: dict[str, Any]) -> dict[str, float
 
 
 class Rounds(Sink):
-    """Hears how long each round was waited for."""
+    """Records the waiting time of each round."""
 
     def __init__(self) -> None:
         self.waited_s: list[float] = []
@@ -101,7 +101,7 @@ class Rounds(Sink):
 
 
 def worker() -> None:
-    """One island: the bare model, the run, the bare model once more."""
+    """One island: the bare model, the run, and the bare model again."""
     folder, islands, periods = Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
     vocabulary, length, shape = 30000, 256, (512, 6, 8)
     if "--small" in sys.argv:
@@ -171,7 +171,7 @@ def env_island() -> str:
 
 
 def meet(folder: Path, name: str, island: str) -> None:
-    """Wait until the other island is here, too."""
+    """Wait until the other island has arrived."""
     (folder / f"{name}-{island}").touch()
     while len(list(folder.glob(f"{name}-*"))) < 2:
         time.sleep(0.01)

@@ -21,7 +21,7 @@ LENGTH, BATCH, WARM_UP = 64, 32, 30
 
 
 class Text(Dataset[Tensor]):
-    """Pieces of a text, one after the other."""
+    """Consecutive pieces of a text."""
 
     def __init__(self, data: Tensor, count: int) -> None:
         self._data, self._count = data, count
@@ -35,14 +35,14 @@ class Text(Dataset[Tensor]):
 
 
 def read_text() -> tuple[Tensor, Tensor]:
-    """Bytes to train on, and others."""
+    """Bytes for training, and bytes for evaluation."""
     text = Path(str(pydoc_data.topics.__file__)).read_bytes()
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
     return data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :]
 
 
 class Sent:
-    """Hears how many bytes an island has sent."""
+    """Counts the bytes that an island has sent."""
 
     bytes = 0
 
@@ -96,7 +96,7 @@ def main() -> None:
     number = os.environ.get("PACELINE_ISLAND", "0").partition("/")[0]
     if run.membership.leads and number == "0":
         size = sum(param.numel() for param in net.parameters())
-        # What a ring moves between two workers: every gradient there and its sum back.
+        # What a ring moves between two workers: every gradient one way and its sum back.
         moved = sent.bytes if islands else 4 * size * args.steps
         args.out.write_text(json.dumps({"loss": loss, "bytes": moved, "parameters": size}))
 

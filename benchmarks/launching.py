@@ -1,8 +1,8 @@
-"""How long from the command to the first step of a `Run`, at one worker and at several.
+"""Time from the command to the first step of a `Run`, with one worker and with several.
 
-Each time a small training is started anew: by `paceline run`, with and without its template, by
-`paceline.launch`, and by torchrun. Contestants take turns; a start has ended when the last worker
-has done its first step.
+A small training is started each time: by `paceline run`, with and without its template, by
+`paceline.launch`, and by torchrun. Contestants alternate; a start ends when the last worker has
+finished its first step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MARK = "first step at "
 
 
 def train() -> None:
-    """One step, on however many workers there are."""
+    """One step, on any number of workers."""
     import torch
     from torch.utils.data import TensorDataset
 
@@ -50,14 +50,14 @@ def train() -> None:
 
 
 def launch(workers: int) -> None:
-    """Train in a function, as a notebook does."""
+    """Train in a function, as in a notebook."""
     import paceline
 
     paceline.launch(train, workers=workers)
 
 
 def measure(contestant: str, workers: int) -> float:
-    """Seconds until the last worker has done its first step."""
+    """Seconds until the last worker has finished its first step."""
     command = [part.format(workers=workers) for part in CONTESTANTS[contestant]]
     if command[-1] == "-m":
         command.append("benchmarks.launching")
@@ -72,7 +72,9 @@ def measure(contestant: str, workers: int) -> float:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=int, default=8, help="how many are several (default 8)")
+    parser.add_argument(
+        "--workers", type=int, default=8, help="the number of several workers (default 8)"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="1 round, 2 workers")
 
@@ -90,7 +92,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def rows_of(seconds: dict[tuple[str, int], list[float]], several: int) -> list[dict[str, Any]]:
-    """One row a contestant: seconds at one and at several workers, and their ratio."""
+    """One row per contestant: seconds with one and with several workers, and their ratio."""
     rows = []
     for name in CONTESTANTS:
         one, more = seconds[name, 1], seconds[name, several]

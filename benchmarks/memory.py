@@ -1,10 +1,10 @@
-"""How much memory training takes: each contestant alone in fresh processes, against the bare model.
+"""Memory of training: each contestant alone in fresh processes, against the bare model.
 
 Resident memory counts a page that ranks share once for each of them. The proportional size divides
-it by the number of processes that have it mapped, so that the sum over the ranks is what the
-machine really gives. Both are read with gradients alive, and counted from just before the model is
-built, with everything imported. The peak is the kernel's, which knows no proportional one; so
-what the ranks share, and count twice, when the last step has ended is taken off it.
+it by the number of processes that have it mapped, so that the sum over the ranks is the memory
+that the machine provides. Both are read while gradients exist, and counted from just before the
+model is built, with everything imported. The peak is the kernel's, which has no proportional
+value; so the memory that ranks share after the last step, and count twice, is subtracted.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def measure(world: World, name: str, contestant: str, steps: int) -> Any:
         return model.loss(module, batch)
 
     load(contestant)
-    build(FLOOR, model.build).step(loss)  # loads what a first step loads, for every contestant
+    build(FLOOR, model.build).step(loss)  # imports what a first step imports, for every contestant
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     peak, share = _read_kib("/proc/self/status", "VmRSS"), _read_kib(*_SHARE)
     world.barrier()
     trainer = build(contestant, model.build)
@@ -48,7 +48,7 @@ def measure(world: World, name: str, contestant: str, steps: int) -> Any:
     world.barrier()
     share = _read_kib(*_SHARE) - share
     twice = _read_kib("/proc/self/status", "RssShmem") - _read_kib(_SHARE[0], "Pss_Shmem")
-    world.barrier()  # a rank that has left no longer shares
+    world.barrier()  # a rank that has exited no longer shares memory
     return {
         "peak": _read_kib("/proc/self/status", "VmHWM") - peak - twice,
         "share": share,
@@ -57,7 +57,7 @@ def measure(world: World, name: str, contestant: str, steps: int) -> Any:
 
 
 def _read_kib(path: str, key: str) -> int:
-    """A number of the kernel's, in bytes."""
+    """A value reported by the kernel, in bytes."""
     for line in Path(path).read_text().splitlines():
         if line.startswith(f"{key}:"):
             return int(line.split()[1]) * 1024
@@ -65,7 +65,9 @@ def _read_kib(path: str, key: str) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", "--models", default="mlp-8.4M", help="names with commas, or all")
+    parser.add_argument(
+        "--model", "--models", default="mlp-8.4M", help="comma-separated names, or all"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="worker processes (default 2)")
     parser.add_argument("--steps", type=int, default=6, help="steps before memory is read")
     parser.add_argument("--quick", action="store_true", help="the first four contestants only")
@@ -89,7 +91,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def rows_of(ranks_by_name: dict[str, list[dict[str, int]]]) -> list[dict[str, Any]]:
-    """One row a contestant; what is over the bare model counts in multiples of the gradients."""
+    """One row per contestant; memory above the bare model is in multiples of the gradients."""
     floor = ranks_by_name[FLOOR]
     rows = []
     for name, ranks in ranks_by_name.items():

@@ -1,4 +1,4 @@
-"""The models that are measured: each by name, with a batch and a loss to go with it."""
+"""The measured models: each by name, with a batch and a loss."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _conv() -> nn.Module:
 
 
 class Words(nn.Module):
-    """Nearly all parameters are embeddings, few of which a batch reads."""
+    """Nearly all parameters are embeddings, of which a batch reads only a few."""
 
     def __init__(self, vocabulary: int, width: int, classes: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""A step over NCCL: several ranks on one GPU, ours against torch's, plain, in 16 bits, shared out.
+"""Step time over NCCL with several ranks on one GPU: ours and torch's, 32 bits, 16 bits, sharded.
 
-Each rank passes for a host of its own, so NCCL talks over sockets on loopback: a slow network, on
-which what an engine sends and when it sends it is most of a step. A GPT of 34 million parameters
-in bfloat16 autocast, AdamW fused; contestants take turns in the same processes.
+Each rank presents itself as a separate host, so NCCL communicates over sockets on loopback: a slow
+network, where what an engine sends, and when, dominates a step. A GPT of 34 million parameters in
+bfloat16 autocast, AdamW fused; contestants alternate in the same processes.
 """
 
 from __future__ import annotations

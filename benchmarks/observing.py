@@ -1,12 +1,12 @@
-"""What being observed costs: nobody, blame, and a timeline, taking turns step by step.
+"""Cost of observers: none, blame, and a timeline, alternating step by step.
 
     python -m benchmarks observing
 
 The cost is some ten microseconds in steps of milliseconds, and neighbouring steps differ by more
-than that. So every round takes one step of each kind within moments, the differences are taken
-inside a round, and what counts is the median of many of them with its standard error. "Blame" and
+than that. So every round takes one step of each kind in quick succession, differences are taken
+inside a round, and the result is the median of many of them with its standard error. "Blame" and
 "timeline" are the same model, whose recording is switched on and off. "Nobody", "still nobody" and
-"blame" are copies of one model: what the first two differ by is chance and where memory lies.
+"blame" are copies of one model: the first two differ only by chance and memory layout.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _MEDIAN_ERROR = 1.2533
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a kind adds to its base, in microseconds a step."""
+    """The time that a kind adds to its base, in microseconds per step."""
 
     cpu_us: float
     cpu_error_us: float
@@ -62,7 +62,7 @@ class Cost:
 
 
 def median_and_error(differences: Sequence[float]) -> tuple[float, float]:
-    """The median of the differences, and how far it is off by chance (one standard error)."""
+    """The median of the differences, and its standard error."""
     middle = statistics.median(differences)
     mad = statistics.median(abs(each - middle) for each in differences)
     return middle, _MEDIAN_ERROR * _MAD_TO_SIGMA * mad / math.sqrt(len(differences))
@@ -80,7 +80,7 @@ def costs(ns_by_kind: dict[str, list[tuple[int, int]]]) -> dict[str, Cost]:
 
 
 def measure(world: World, name: str, rounds: int) -> dict[str, Any]:
-    """CPU and wall time of every step by kind, in nanoseconds; what the writer's thread took."""
+    """CPU and wall time of every step by kind, in ns; and the CPU time of the writer's thread."""
     torch.set_num_threads(1)
     model = OBSERVED_MODELS[name]
     capacity_mb = TINY_BUCKET_MB if name == TINY else None
@@ -132,9 +132,11 @@ def measure(world: World, name: str, rounds: int) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--models", default="tiny,mlp-8.4M", help="names, with commas")
+    parser.add_argument("--models", default="tiny,mlp-8.4M", help="comma-separated names")
     parser.add_argument("--ranks", type=int, default=2, help="worker processes (default 2)")
-    parser.add_argument("--rounds", type=int, default=400, help="a step of each kind in each")
+    parser.add_argument(
+        "--rounds", type=int, default=400, help="rounds, with one step of each kind"
+    )
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:

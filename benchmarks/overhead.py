@@ -1,8 +1,8 @@
-"""What synchronising costs besides communicating: hooks, copies, bookkeeping, per step.
+"""Cost of synchronising besides communication: hooks, copies and bookkeeping, per step.
 
 Every contestant reduces over a Gloo group of one rank, so the time over the bare model is the
-engine's own. Paceline does nothing at all in a world of one; it is told here that there are two,
-and so does its full work. Contestants take turns in one process.
+engine's own. Paceline does nothing in a world of one; here it is told that there are two ranks, and
+does its full work. Contestants alternate in one process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.ddp.trailer import CONTROL_WORDS
 
 
 class Given(torch.autograd.Function):
-    """A backward that costs next to nothing, so that the hooks are what is measured."""
+    """A backward that costs almost nothing, so that only the hooks are measured."""
 
     @staticmethod
     def forward(ctx: Any, *params: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class PretendTwo:
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Any:
         for output in outputs[0]:
-            output.copy_(inputs[0])  # the other rank says the same
+            output.copy_(inputs[0])  # the other rank has the same value
         return self._group.allreduce([torch.zeros(1)])
 
     def __getattr__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Fills docs/benchmarks.md and docs/claims.md from the committed results.
+"""Fill docs/benchmarks.md and docs/claims.md from the committed results.
 
 <!-- begin step-2-ranks -->  tables of results/step-2-ranks.json  <!-- end step-2-ranks -->
 
@@ -38,7 +38,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def filled(text: str, results: Path) -> str:
-    """The page with every part replaced by what its file of results says."""
+    """The page with every part replaced from its file of results."""
 
     def fill(match: re.Match[str]) -> str:
         name = match[1]
@@ -50,7 +50,7 @@ def filled(text: str, results: Path) -> str:
 
 
 def claimed(text: str, results: Path) -> str:
-    """The page of claims with every number, and every command, as the results have them."""
+    """The page of claims with every number and command taken from the results."""
 
     def number(match: re.Match[str]) -> str:
         begin, end, name, entry, row, column = match.groups()
@@ -67,7 +67,7 @@ def claimed(text: str, results: Path) -> str:
 
 
 def part(record: dict[str, Any]) -> str:
-    """One file of results as Markdown: where and how, then a table for each entry."""
+    """One file of results as Markdown: the circumstances, then a table for each entry."""
     lines = [
         f"`{record['command']}` · {record['date']} · {record['hardware']} · {record['versions']}",
         "",

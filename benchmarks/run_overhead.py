@@ -1,9 +1,9 @@
-"""What `Run` costs over a loop written by hand: the same model, data, engine and optimizer.
+"""Overhead of `Run` over a hand-written loop with the same model, data, engine and optimizer.
 
-The loop has a `DataLoader`, a `DistributedSampler` and our DistributedDataParallel. Beside it go
-`Run` without a folder, with one (an event per step), and with a checkpoint every so many steps. All
-live in the same processes, one thread each, and take turns stretch by stretch; a stretch has ended
-when the slowest rank has ended it. A stretch has as many steps as lie between two checkpoints.
+The loop has a `DataLoader`, a `DistributedSampler` and our DistributedDataParallel. It is compared
+with `Run` without a folder, with one (an event per step), and with a checkpoint every so many
+steps. All run in the same processes, one thread each, and alternate in intervals; an interval ends
+when the slowest rank ends it, and has as many steps as lie between two checkpoints.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Steps = Iterator[None]
 
 
 class Repeated(Dataset[Any]):
-    """Few samples that pass for many."""
+    """A few samples, repeated to a large dataset."""
 
     def __init__(self, dataset: TensorDataset) -> None:
         self._dataset = dataset
@@ -48,7 +48,7 @@ class Repeated(Dataset[Any]):
 
 
 def data_of(model: Model) -> tuple[Repeated, int]:
-    """A dataset like the model's batches, and how many rows one of those has."""
+    """A dataset like the model's batches, and the number of rows of a batch."""
     generator = torch.Generator().manual_seed(0)
     batches = [model.batch(generator)]
     rows = len(batches[0][0])
@@ -116,7 +116,7 @@ def _seeded(model: Model) -> nn.Module:
 def measure(
     world: World, name: str, stretch: int, rounds: int, folder: str
 ) -> dict[str, list[float]]:
-    """The seconds of each stretch, by contestant, on this rank."""
+    """The seconds of each interval, by contestant, on this rank."""
     torch.set_num_threads(1)
     model = MODELS[name]
     makers: dict[str, Callable[[], Steps]] = {
@@ -133,7 +133,7 @@ def measure(
 def take_turns(
     world: World, contestants: dict[str, Steps], stretch: int, rounds: int
 ) -> dict[str, list[float]]:
-    """The seconds of each stretch, by contestant, after a few steps of each to warm up."""
+    """The seconds of each interval, by contestant, after a few warm-up steps of each."""
     seconds: dict[str, list[float]] = {each: [] for each in contestants}
     for steps in contestants.values():
         for _ in range(3):
@@ -153,9 +153,9 @@ def take_turns(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="gpt-17M", choices=list(MODELS))
     parser.add_argument("--ranks", type=int, default=2, help="worker processes (default 2)")
-    parser.add_argument("--steps", type=int, default=50, help="steps of a stretch (default 50)")
+    parser.add_argument("--steps", type=int, default=50, help="steps per interval (default 50)")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--quick", action="store_true", help="see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a short test that it runs")
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""One GPU, world size 1: what wrapping costs in time and memory, ours against torch's.
+"""Cost of wrapping in time and memory on one GPU at world size 1: ours against torch's.
 
-GPT-2 (124M parameters) in bfloat16 autocast, batch 8 x 1024, AdamW fused; contestants take turns.
+GPT-2 (124M parameters) in bfloat16 autocast, batch 8 x 1024, AdamW fused; contestants alternate.
 """
 
 from __future__ import annotations

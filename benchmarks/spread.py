@@ -1,8 +1,7 @@
-"""Medians, quartiles and ratios: what repeated measurements come to.
+"""Medians, quartiles and ratios of repeated measurements.
 
-Contestants are measured in turns, so number i of one and number i of another were taken within
-moments of each other. Ratios are therefore taken pair by pair: what slowed the machine down for a
-while slowed down both.
+Contestants are measured alternately, so measurements i of two contestants were taken shortly after
+each other. Ratios are therefore taken pair by pair: a slow moment of the machine affects both.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """The middle of some numbers, and between which two numbers the middle half of them is."""
+    """The median of some numbers, and their quartiles."""
 
     low: float
     median: float
@@ -34,23 +33,23 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def ratio(mine: Sequence[float], theirs: Sequence[float]) -> Spread:
-    """How many times as much mine is, pair by pair."""
+    """Ratio of `mine` to the other, pair by pair."""
     return spread([a / b for a, b in zip(mine, theirs, strict=True)])
 
 
 def slowest(ranks: Sequence[Sequence[float]]) -> list[float]:
-    """The time of each step: a step has ended when the last rank has ended it."""
+    """The time of each step: a step ends when the last rank ends it."""
     return [max(times) for times in zip(*ranks, strict=True)]
 
 
 def best_of(seconds: Mapping[str, Sequence[float]], prefix: str) -> str:
-    """The fastest contestant whose name begins so, or nothing."""
+    """The fastest contestant with this name prefix, or None."""
     names = [name for name in seconds if name.startswith(prefix)]
     return min(names, key=lambda name: statistics.median(seconds[name]), default="")
 
 
 def rotated(names: Sequence[T], number: int) -> list[T]:
-    """The order of a round: each contestant comes first once, and none always follows another."""
+    """The order of a round: each contestant is first once, and none always follows the same one."""
     cut = number % max(1, len(names))
     return [*names[cut:], *names[:cut]]
 
@@ -62,7 +61,7 @@ def rows_of(
     rival: str,
     unit: float = 1e3,
 ) -> list[dict[str, Any]]:
-    """One row a contestant, against those floors that were measured and the best `rival`..."""
+    """One row per contestant, against those floors that were measured and the best `rival`..."""
     best = best_of(seconds, rival)
     rows = []
     for name, values in seconds.items():

@@ -1,7 +1,7 @@
-"""How long it takes until the first step is done: making the group, wrapping, one step.
+"""Time until the first step is finished: creating the group, wrapping, one step.
 
-Each time in fresh processes, contestants taking turns; imports and building the model do not
-count. The group is the one that each contestant makes in its usual way, over Gloo on loopback.
+In fresh processes each time, with alternating contestants; imports and building the model do not
+count. Each contestant creates the group in its usual way, over Gloo on loopback.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def measure(world: World, name: str, contestant: str) -> Any:
     load(contestant)
     torch.manual_seed(0)
     module = model.build()
-    model.loss(module, batch).backward()  # what a first backward loads, is loaded for all
+    model.loss(module, batch).backward()  # imports what a first backward imports, for all
     module.zero_grad()
 
     def loss(module: nn.Module) -> Tensor:
@@ -48,7 +48,11 @@ def measure(world: World, name: str, contestant: str) -> Any:
     start = time.perf_counter()
     if contestant.startswith("paceline"):
         init_process_group()
-    elif contestant not in (FLOOR, "Accelerate", "Lightning Fabric"):  # which make it themselves
+    elif contestant not in (
+        FLOOR,
+        "Accelerate",
+        "Lightning Fabric",
+    ):  # these create the group themselves
         dist.init_process_group("gloo")
     has_group = time.perf_counter()
     trainer = wrap(contestant, module)
@@ -56,7 +60,7 @@ def measure(world: World, name: str, contestant: str) -> Any:
     trainer.step(loss)
     ended = time.perf_counter()
     if not dist.is_initialized():
-        dist.init_process_group("gloo")  # whoever started this process expects one
+        dist.init_process_group("gloo")  # the parent process expects one
     return [has_group - start, is_wrapped - has_group, ended - is_wrapped]
 
 
@@ -93,7 +97,7 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def rows_of(seconds: dict[str, list[list[float]]]) -> list[dict[str, Any]]:
-    """One row a contestant: the parts and their sum, in milliseconds."""
+    """One row per contestant: the parts and their sum, in milliseconds."""
     totals = {name: [sum(parts) for parts in rounds] for name, rounds in seconds.items()}
     rows = []
     for name, rounds in seconds.items():

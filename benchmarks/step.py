@@ -1,11 +1,11 @@
-"""How long one training step takes: ours, torch's, those built on torch's, and no communication.
+"""Time of a training step: ours, torch's, libraries built on torch's, and no communication.
 
-Every contestant has processes of its own, as in a script that uses it alone; all are alive
-together and take turns in every round, in an order that rotates, while the others wait without
-taking time. So noise of the machine hits all alike; what counts are ratios, taken round by round.
-A step is zero_grad, forward, backward and an SGD update, begun together after a barrier, and has
-ended when the slowest rank has ended it. Every rank has one thread. The options of torch's class
-are screened first, and the best of them take part.
+Every contestant runs in separate processes, as in a script that uses it alone. All exist at the
+same time and take turns in every round, in rotating order, while the others wait without using the
+CPU. So noise of the machine affects all alike; results are ratios, taken round by round. A step is
+zero_grad, forward, backward and an SGD update, started together after a barrier, and ends when the
+slowest rank ends it. Every rank has one thread. The options of torch's class are screened first,
+and the best of them take part.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Sample = list[list[float]]
 
 
 class Member:
-    """One rank of one contestant, in a process of its own; `Team.ask` calls its methods."""
+    """One rank of one contestant, in a separate process; `Team.ask` calls its methods."""
 
     def __init__(self, world: World, model: str, contestant: str) -> None:
         enter(world)
@@ -87,7 +87,7 @@ def measure(
     budget_s: float,
     screens: bool,
 ) -> dict[str, Any]:
-    """One model: a row for each contestant, and under which conditions they were measured."""
+    """One model: a row for each contestant, and the conditions of the measurement."""
     screened = _screen(model, size) if screens else {}
     names = [*names, *choose_tuned(screened, SCREENED)]
     with standing(size, names, Member, model) as teams:
@@ -108,7 +108,7 @@ def measure(
 
 
 def _screen(model: str, size: int) -> dict[str, float]:
-    """A short look at each of torch's options, one after the other: the best step of a few."""
+    """A short test of each of torch's options, one after the other: the best step of a few."""
     best = {}
     for name in tuned_options():
         with standing(size, [name], Member, model) as teams:
@@ -135,7 +135,7 @@ def _settle(teams: dict[str, Team], model: str, steps: int) -> None:
 
 
 def deviation(end: Sample, expected: Sample, begin: Sample) -> float:
-    """How far two results of training are apart, in terms of how far training went."""
+    """The difference of two training results, relative to the change made by training."""
     return max(
         _largest(a, b) / max(_largest(b, start) + ROUNDING * max(map(abs, b)), 1e-12)
         for a, b, start in zip(end, expected, begin, strict=True)
@@ -163,14 +163,14 @@ def take_turns(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", "--models", default="all", help="names with commas, or all")
+    parser.add_argument("--model", "--models", default="all", help="comma-separated names, or all")
     parser.add_argument("--ranks", type=int, default=2, help="worker processes (default 2)")
     parser.add_argument("--rounds", type=int, default=9, help="rounds after the warm-up")
     parser.add_argument(
-        "--block-ms", type=float, default=300, help="about so long a contestant is in turn"
+        "--block-ms", type=float, default=300, help="approximate time of a contestant's turn"
     )
     parser.add_argument(
-        "--budget-s", type=float, default=60, help="no new round of a model after so long"
+        "--budget-s", type=float, default=60, help="no new round of a model after this time"
     )
     parser.add_argument(
         "--quick", action="store_true", help="2 rounds of few steps, torch's options not screened"

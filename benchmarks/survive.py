@@ -1,9 +1,9 @@
-"""How long a training stands still when a worker is killed, and what surviving costs in calm.
+"""Interruption of a training when a worker is killed, and the cost of survival without kills.
 
-Workers are killed (SIGKILL) at random moments, wherever they are. Measured is the time from the
-kill to the next step that is finished without the dead worker, and to the first step of its
-replacement. Beside it torchrun with `--max-restarts`, plain torch and a checkpoint every few steps.
-In calm, the same training with and without `--no-survive`, in turns.
+Workers are killed (SIGKILL) at random moments. Measured is the time from the kill to the next step
+that is finished without the dead worker, and to the first step of its replacement. Compared with
+torchrun with `--max-restarts`, plain torch and a checkpoint every few steps. Without kills, the
+same training with and without `--no-survive`, alternating.
 
     python -m benchmarks survive --everything --kills 200 --workers 3    all options, and --watch
     python -m benchmarks survive --everything --minutes 20 --workers 3   a soak
@@ -46,17 +46,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kills", type=int, default=20, help="for each number of workers")
     parser.add_argument("--restarts", type=int, default=4, help="kills under torchrun")
     parser.add_argument("--every", type=int, default=10, help="its steps between checkpoints")
-    parser.add_argument("--step-ms", type=float, default=20.0, help="how long a step pauses")
-    parser.add_argument("--rounds", type=int, default=5, help="pairs of trainings in calm")
+    parser.add_argument("--step-ms", type=float, default=20.0, help="pause in each step")
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of trainings without kills")
     parser.add_argument(
         "--everything",
         action="store_true",
         help="with timeline, trace, noise, EMA, tracker, page and loader processes: how long, how "
         "far from an undisturbed training, and what worker and launcher hold at the end",
     )
-    parser.add_argument("--minutes", type=float, help="kills for so long, with --everything")
+    parser.add_argument("--minutes", type=float, help="duration of the kills, with --everything")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="see that it runs")
+    parser.add_argument("--quick", action="store_true", help="a short test that it runs")
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def summary(what: str, seconds: list[float]) -> dict[str, Any]:
 
 
 def kill_with_everything(size: int, kills: int, pause_s: float, seed: int) -> dict[str, Any]:
-    """One training with all options on, compared with itself undisturbed, on one worker."""
+    """One training with all options on, compared with an undisturbed one on one worker."""
     with tempfile.TemporaryDirectory(prefix="paceline-everything-") as name:
         more = ["--everything", f"{name}/killed"]
         done = kill_workers(size, "shared_memory", kills, pause_s, seed, more, ["--watch"])
@@ -147,7 +147,7 @@ def kill_workers(
     more: Sequence[str] = (),
     flags: Sequence[str] = (),
 ) -> Training:
-    """One training in which workers are killed, each when all are there again."""
+    """One training in which workers are killed, each when all workers train again."""
     rng = random.Random(seed)
     replaced_s = REPLACED_S.get(transport, REPLACED_DEFAULT_S)
     plan, apart = TrainingFaults(), int(replaced_s / pause_s)
@@ -176,7 +176,7 @@ def kill_workers(
 def kill_under_torchrun(
     size: int, kills: int, pause_s: float, every: int, seed: int
 ) -> tuple[list[float], float]:
-    """Seconds from each kill to the next finished step, and how many steps were done again."""
+    """Seconds from each kill to the next finished step, and the number of repeated steps."""
     rng, stalls, again = random.Random(seed), list[float](), 0
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     limits = ["--nproc-per-node", str(size), "--max-restarts", str(kills)]
@@ -208,7 +208,7 @@ def kill_under_torchrun(
 
 
 def _finished(folder: Path) -> list[tuple[int, float]]:
-    """Every step that some process has finished, and when."""
+    """Every step that a process has finished, and when."""
     found = []
     for path in folder.glob(f"{FINISHED}.*"):
         for line in path.read_text().splitlines(keepends=True):
@@ -231,7 +231,7 @@ def _wait_for_step(folder: Path, after_s: float) -> tuple[int, float]:
 
 
 def in_calm(size: int, epochs: int, pause_s: float, rounds: int) -> list[dict[str, Any]]:
-    """Trainings that may survive and that may not, in turns: seconds of a step, and the ratio."""
+    """Trainings with and without survival, alternating: seconds of a step, and the ratio."""
     flags = {"survives": [], "--no-survive": ["--no-survive"]}
     seconds: dict[str, list[float]] = {name: [] for name in flags}
     for number in range(rounds):

@@ -1,7 +1,7 @@
 """The training of `benchmarks survive`: with a `Run`, or with plain torch and its own checkpoints.
 
-The second is what a careful user of torchrun writes: the state goes to a file as a whole every few
-steps, and whoever starts continues from it. Both compute the same steps.
+The second is what a careful user of torchrun writes: the whole state is saved to a file every few
+steps, and every start continues from it. Both compute the same steps.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def train_with_run(args: argparse.Namespace) -> None:
         dataset,
         global_batch=BATCH,
         epochs=args.epochs,
-        shards=12,  # dealt evenly to 2, 3 and 4 workers
+        shards=12,  # divides evenly among 2, 3 and 4 workers
         options=paceline.RunOptions(progress="quiet", merge_shards=not options, **options),
         **more,
     )
@@ -123,11 +123,11 @@ def train_plainly(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, required=True)
-    parser.add_argument("--pause", type=float, default=0.02, help="seconds that a step takes")
+    parser.add_argument("--pause", type=float, default=0.02, help="seconds per step")
     parser.add_argument("--large", action="store_true", help="a larger model, on a GPU")
     parser.add_argument("--everything", metavar="FOLDER", help="in float64, with all options")
     parser.add_argument("--folder", type=Path, help="train with plain torch, and save here")
-    parser.add_argument("--every", type=int, default=1, help="steps from one save to the next")
+    parser.add_argument("--every", type=int, default=1, help="steps between two saves")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.folder is None:

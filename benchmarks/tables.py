@@ -1,4 +1,4 @@
-"""Printing and saving results: a Markdown table on the terminal, JSON in a file."""
+"""Print and save results: a Markdown table on the terminal, JSON in a file."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _line(cells: list[str]) -> str:
 
 
 def read_names(text: str, known: Iterable[str]) -> list[str]:
-    """The names in a flag: `all`, or some of the known ones with commas between."""
+    """The names in a flag: `all`, or known names separated by commas."""
     known = list(known)
     names = known if text == "all" else text.split(",")
     for name in names:
@@ -62,7 +62,7 @@ def save(path: Path, command: str, results: Any) -> None:
 
 
 def circumstances() -> dict[str, str]:
-    """What a reader must know to judge the numbers."""
+    """Hardware, versions and date, for judging the numbers."""
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
     return {
         "date": datetime.now(UTC).date().isoformat(),

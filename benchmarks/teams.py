@@ -1,9 +1,9 @@
-"""Standing processes: a team for each contestant, alive together, of which one works at a time.
+"""Persistent processes: a team for each contestant, of which one works at a time.
 
-Libraries change what belongs to a whole process: how freed memory is kept, threads, environment.
-With processes of its own, each contestant is measured as in a script that uses it alone. A team
-that has nothing to do waits for its next line, stopped as a whole where the system can do that:
-Gloo's threads look around a hundred times a second even then.
+Libraries change settings of the whole process: how freed memory is kept, threads, environment.
+With separate processes, each contestant is measured as in a script that uses it alone. An idle team
+waits for its next request, stopped completely if the system supports that: otherwise Gloo's threads
+would poll a hundred times a second.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ LIFE_S = 3600.0
 CONNECT_S = 120.0
 LEAVE_S = 30.0
 _LOOK_S = 0.1
-# Elsewhere a stopped process would outlive this one.
+# On other systems a stopped process would outlive this one.
 _CAN_STOP = sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 
 class Team:
-    """The ranks of one contestant, each in a process of its own, seen from the outside.
+    """The ranks of one contestant, each in a separate process, as seen by the parent.
 
         starting --(await_ready)--> stopped --(ask)--> working --(all answered)--> stopped
                                        `--(close)--> gone
 
-    Every rank calls `make(world, *args)` once; `ask` then calls a method of what came of it. Ranks
-    read the end of their line as goodbye. None outlives this process, however it ends: the kernel
-    kills them with the fork server, stopped or not.
+    Every rank calls `make(world, *args)` once; `ask` then calls a method of its result. Ranks exit
+    at the end of their input. None outlives this process, however it ends: the kernel kills them
+    with the fork server, stopped or not.
     """
 
     def __init__(self, name: str, size: int, make: Callable[..., Any], *args: Any) -> None:
@@ -65,14 +65,14 @@ class Team:
         self._thread.start()
 
     def await_ready(self) -> None:
-        """Return when every rank has built what it will work with."""
+        """Return when every rank has called `make`."""
         if self._lines:
             return
         line_by_rank: dict[int, Any] = {}
         while len(line_by_rank) < self._size:
             with self._accept() as connection:
                 line = connection.makefile("rw")  # keeps it open
-            self._lines.append(line)  # closed with the others, whatever comes of it
+            self._lines.append(line)  # closed with the others in any case
             rank, pid = self._read(line)
             line_by_rank[rank] = line
             if _CAN_STOP:
@@ -82,9 +82,9 @@ class Team:
         self._signal(signal.SIGSTOP)
 
     def ask(self, method: str, **arguments: Any) -> list[Any]:
-        """Let all ranks call a method of theirs at the same time; their answers, by rank."""
+        """Call a method on all ranks at the same time; return their answers, by rank."""
         self._signal(signal.SIGCONT)
-        with suppress(OSError):  # one that has died says why below
+        with suppress(OSError):  # the error of a dead rank is reported below
             for line in self._lines:
                 line.write(json.dumps([method, arguments]) + "\n")
                 line.flush()
@@ -93,11 +93,11 @@ class Team:
         return answers
 
     def close(self) -> None:
-        """Let the ranks leave, and wait until they have."""
+        """End the ranks, and wait until they have exited."""
         self._signal(signal.SIGCONT)
         self._stop_listening()
         for line in self._lines:
-            with suppress(OSError):  # what it did not read any more
+            with suppress(OSError):  # requests that it did not read
                 line.close()
         self._thread.join(LEAVE_S)
         for handle in self._handles:
@@ -106,7 +106,7 @@ class Team:
     def _live(self, path: str, make: Callable[..., Any], *args: Any) -> None:
         try:
             run_processes(self._size, serve, path, make, *args, timeout_s=LIFE_S)
-        except Exception as error:  # raised again where somebody waits for an answer
+        except Exception as error:  # raised again when an answer is requested
             self._error = error
 
     def _stop_listening(self) -> None:
@@ -137,7 +137,7 @@ class Team:
         return json.loads(text)
 
     def _failure(self) -> Exception:
-        """Why there is no answer: what the ranks died of."""
+        """Why there is no answer: the cause of death of the ranks."""
         self._thread.join(LEAVE_S)
         error = self._error or RuntimeError("A process of a team does not answer.")
         error.add_note(f"It was in the team of {self.name!r}.")
@@ -148,9 +148,9 @@ class Team:
 def standing(
     size: int, names: Iterable[str], make: Callable[..., Any], *args: Any
 ) -> Iterator[dict[str, Team]]:
-    """A team for each name, ready to be asked, until the end of the block.
+    """A team for each name, ready for requests, until the end of the block.
 
-    Each is made by `make(world, *args, name)`; not all at once, as a start takes all cores.
+    Each is made by `make(world, *args, name)`; one after the other, as a start uses all cores.
     """
     start_fork_server()
     teams: list[Team] = []
@@ -168,19 +168,19 @@ def standing(
 
 
 def start_fork_server() -> None:
-    """Load once what every rank would load by itself when it makes its optimizer: seconds each.
+    """Import once what every rank would import for its optimizer, which takes seconds each.
 
-    A server that runs already stays as it is, which costs time and nothing else.
+    A server that already runs is kept, which costs only time.
     """
     preload = ["torch", "torch.distributed", "torch._dynamo", "paceline.testing", __name__]
-    if "pytest" in sys.modules:  # then the tests after this one have the same server
+    if "pytest" in sys.modules:  # so later tests use the same server
         preload.append("pytest")
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     forkserver.ensure_running()
 
 
 def serve(world: World, path: str, make: Callable[..., Any], *args: Any) -> None:
-    """Be one rank of a team until the line ends."""
+    """Serve as one rank of a team until the input ends."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
         with connection.makefile("rw") as line:

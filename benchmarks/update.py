@@ -1,9 +1,9 @@
-"""How long a step with AdamW takes: the update whole, shared out, and by others who share it out.
+"""Step time with AdamW: the update whole, sharded, and sharded by other libraries.
 
-As `step`, whose processes and turns these are, with another optimizer: fused, or as torch makes it
-by default, which on CPUs is a loop over tensors. The floor is no communication at all and the whole
-update. torch's `ZeroRedundancyOptimizer` shares an update out by whole tensors. DeepSpeed's ZeRO-1
-takes part where it is installed: it cuts flat buffers, as we do.
+Like `step`, with the same processes and turns, and another optimizer: fused, or in torch's default
+form, which on CPUs is a loop over tensors. The floor is no communication at all and the whole
+update. torch's `ZeroRedundancyOptimizer` shards an update by whole tensors. DeepSpeed's ZeRO-1
+takes part if it is installed: it cuts flat buffers, as Paceline does.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Member(StepMember):
         self._trainer = BUILD[contestant](self._model.build(), FORMS[form])
 
     def state_numel(self) -> int:
-        """How many elements the optimizer keeps on this rank."""
+        """The number of elements of the optimizer's state on this rank."""
         optimizer = getattr(self._trainer.optimizer, "optim", self._trainer.optimizer)
         states = [state.values() for state in optimizer.state.values()]
         return sum(v.numel() for state in states for v in state if isinstance(v, torch.Tensor))
@@ -140,12 +140,12 @@ def measure(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", "--models", default="all", help="names with commas, or all")
+    parser.add_argument("--model", "--models", default="all", help="comma-separated names, or all")
     parser.add_argument("--form", default="fused,default", help="of AdamW: fused, default or both")
     parser.add_argument("--ranks", type=int, default=2, help="worker processes (default 2)")
     parser.add_argument("--rounds", type=int, default=9, help="rounds after the warm-up")
-    parser.add_argument("--block-ms", type=float, default=300, help="about so long a turn is")
-    parser.add_argument("--only", default="", help="names of contestants that contain this")
+    parser.add_argument("--block-ms", type=float, default=300, help="approximate time of a turn")
+    parser.add_argument("--only", default="", help="only contestants whose name contains this")
     parser.add_argument("--quick", action="store_true", help="2 rounds of few steps")
 
 

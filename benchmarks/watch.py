@@ -1,13 +1,13 @@
-"""What a live page costs the training: ten tabs open against none, taking turns.
+"""Cost of the live page for the training: ten open tabs against none, alternating.
 
     python -m benchmarks watch
 
-A `Run` trains on all cores, and `paceline watch` shows its folder. In some stretches of steps ten
-connections take the page's events as fast as they come. The server runs all the time; without a
-page it reads nothing. Stretches come in pairs: one with tabs and one without, in alternating order,
-and, to show what chance makes of it, two without. Of a stretch the median step counts, so that a
-moment in which the machine did something else does not; of the ratios of the pairs the median, with
-the interval that holds it 95 times of 100 (by their order, whatever their distribution is).
+A `Run` trains on all cores, and `paceline watch` shows its folder. In some intervals of steps ten
+connections read the page's events as fast as they come. The server runs all the time; without a
+page it reads nothing. Intervals come in pairs: one with tabs and one without, in alternating order,
+and, to show the noise, two without. The result of an interval is its median step, so that a short
+disturbance does not count; the result of the pairs is the median ratio, with its 95 % confidence
+interval (from order statistics, for any distribution).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SETTLING_STEPS = 5
 
 
 class Tabs:
-    """Connections that a file opens and closes: those who train are in other processes."""
+    """Connections opened and closed through a file, because workers are other processes."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self.wanted, self.are_open = folder / "wanted", folder / "open"
@@ -56,7 +56,7 @@ class Tabs:
         self._thread: threading.Thread | None = None
 
     def follow(self, address: str, server: int) -> None:
-        """Open and close connections as the file says, in a thread; `server` is a process."""
+        """Open and close connections according to the file, in a thread; `server` is a process."""
         host, _, query = address.removeprefix("http://").partition("/?")
         arguments = (host, f"/events?{query}", server)
         self._thread = threading.Thread(target=self._follow, args=arguments)
@@ -105,7 +105,7 @@ class Tabs:
 
 
 def cpu_s(process: int) -> float:
-    """How many seconds of a processor a process has taken."""
+    """The processor seconds that a process has used."""
     ticks = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()[11:13]
     return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
@@ -113,7 +113,7 @@ def cpu_s(process: int) -> float:
 def measure(
     world: World, name: str, tabs_open: list[bool], stretch: int, folder: str
 ) -> list[list[float]]:
-    """The seconds of each step of each stretch, on this rank."""
+    """The seconds of each step of each interval, on this rank."""
     torch.set_num_threads(1)
     tabs = Tabs(Path(folder), 0)
     steps = with_run(world, MODELS[name], f"{folder}/run", 0)
@@ -138,7 +138,7 @@ def measure(
 
 
 def plan_stretches(pairs: int) -> list[bool]:
-    """Whether tabs are open: pairs with and without, and pairs without, in turns."""
+    """Whether tabs are open: pairs with and without, and pairs without, alternating."""
     return [
         is_open
         for number in range(pairs)
@@ -147,14 +147,14 @@ def plan_stretches(pairs: int) -> list[bool]:
 
 
 def median_interval(values: list[float]) -> tuple[float, float]:
-    """Between which two of the values the median of their distribution is, 95 times of 100."""
+    """The 95 % confidence interval of the median, as two of the values."""
     ordered, count = sorted(values), len(values)
     first = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2))
     return ordered[first], ordered[count - 1 - first]
 
 
 def row_of(name: str, pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """What the ratios of some pairs come to."""
+    """The summary of the ratios of some pairs."""
     ratios = [first / second for first, second in pairs]
     low, high = median_interval(ratios)
     return {
@@ -171,9 +171,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="gpt-17M", choices=list(MODELS))
     parser.add_argument("--ranks", type=int, default=2, help="worker processes (default 2)")
     parser.add_argument("--tabs", type=int, default=10, help="open pages (default 10)")
-    parser.add_argument("--steps", type=int, default=40, help="steps of a stretch (default 40)")
-    parser.add_argument("--pairs", type=int, default=60, help="pairs of stretches (default 60)")
-    parser.add_argument("--quick", action="store_true", help="see that it runs")
+    parser.add_argument("--steps", type=int, default=40, help="steps per interval (default 40)")
+    parser.add_argument("--pairs", type=int, default=60, help="pairs of intervals (default 60)")
+    parser.add_argument("--quick", action="store_true", help="a short test that it runs")
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
