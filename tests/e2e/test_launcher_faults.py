@@ -241,3 +241,37 @@ def between(step):
     assert {steps for steps, _ in ends_of(tmp_path).values()} == {40}
     events = "".join(path.read_text() for path in (tmp_path / "run/events").glob("*.jsonl"))
     assert "in hang_here" in events
+
+
+MISSING = """
+if rank == 1 and (here / "killed").exists():
+    os.kill(launcher, signal.SIGTERM)
+    time.sleep(1000)
+
+def between(step):
+    if rank == 1 and step == 3 and once("killed"):
+        end()
+"""
+
+
+def test_a_stop_while_workers_are_missing_saves(tmp_path: Path) -> None:
+    done = train(tmp_path, MISSING, "--min-workers", 2, workers=2)
+    assert done.returncode == 143, done.stderr
+    [saved] = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert 3 <= int(saved.name[5:13]) <= 5
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["status"] == "stopped"
+
+
+def test_a_worker_that_dies_while_the_run_stops_keeps_nobody_from_saving(tmp_path: Path) -> None:
+    faults = """
+def between(step):
+    if rank == 1 and step == 3:
+        os.kill(launcher, signal.SIGTERM)
+        while not paceline.env.is_ending():
+            time.sleep(0.01)
+        end()
+"""
+    done = train(tmp_path, faults, workers=3)
+    assert done.returncode == 143, done.stderr
+    [saved] = (tmp_path / "run" / "checkpoints").glob("step-*")
+    assert int(saved.name[5:13]) >= 3

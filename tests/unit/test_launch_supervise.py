@@ -170,8 +170,34 @@ def test_a_replacement_that_cannot_be_started_is_tried_five_times_and_ends_nobod
     assert len(tried) == 5
     assert all(wait >= 0.01 * 2**n for n, wait in enumerate(waits)), "later and later"
     assert says(said[-1], "worker 1", "5 tries", reason)
-    assert (result.exit_code, generations.roster.members) == (143, (0, 2))
+    assert (result.exit_code, generations.roster.size) == (143, 2)
     assert [worker.poll() for worker in sleepers.started] == [-15, -9, -15]
+
+
+def test_a_launcher_that_ends_its_workers_sleeps_until_they_have_ended(tmp_path: Path) -> None:
+    """Although one of them had lost its group, which is due for another."""
+    sleepers = Sleepers(tmp_path, 2)
+    generations = Generations(say=lambda text: None, roster=Roster(size=2), is_on=True)
+    supervisor, turns = sleepers.supervisor(None, generations), 0
+
+    def start(spec: WorkerSpec, pipes: Pipes) -> WorkerProcess:
+        command = ["sh", "-c", "trap '' TERM; sleep 60"] if spec.rank else ["false"]
+        process = subprocess.Popen(command, process_group=0)
+        worker = WorkerProcess(spec.rank, process.pid, process.poll, spec.error_file, pipes)
+        sleepers.started.append(worker)
+        return worker
+
+    turn = supervisor._turn
+
+    def counted() -> None:
+        nonlocal turns
+        turns += 1
+        turn()
+
+    supervisor.start, supervisor._turn = start, counted  # type: ignore[method-assign]
+    generations.roster.on_lost(1, 0, time.monotonic() - 60)
+    assert supervisor.run().exit_code == 1
+    assert turns < 100
 
 
 def test_a_death_does_not_overtake_what_the_others_said_before_it() -> None:

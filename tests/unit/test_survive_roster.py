@@ -136,6 +136,25 @@ def test_with_too_few_workers_the_rest_waits_for_replacements() -> None:
     assert roster.on_joined(2, 2) == [Announce(3, (2, 1), is_urgent=False)]
 
 
+def test_who_waits_for_replacements_stops_without_them() -> None:
+    roster = formed(4, min_workers=3)
+    die(roster, 0)
+    die(roster, 1)
+    assert roster.is_held
+    assert roster.on_stop() == [Announce(2, (2, 3), is_urgent=True), Dismiss(0), Dismiss(1)]
+
+
+def test_a_death_while_all_stop_brings_nobody_new() -> None:
+    roster = formed(4, min_workers=3)
+    die(roster, 0)
+    roster.on_ready(0)
+    assert roster.on_stop() == [Dismiss(0)]
+    assert die(roster, 1) == [Announce(2, (2, 3), is_urgent=True)]
+    assert die(roster, 3) == [Announce(3, (2,), is_urgent=True)]
+    roster.on_joined(2, 3)
+    assert roster.members == (2,)
+
+
 def test_where_no_replacement_will_come_the_rest_does_not_wait() -> None:
     roster = formed(2, min_workers=2, max_replacements=1)
     assert die(roster, 0) == [Start(0, NOW_S)]

@@ -199,7 +199,8 @@ class Generations(Workers):
         if self._was_thrown_out(end):
             self.roster.take_back(worker)
             ledger = {}  # it is inherited already
-        if not self.is_on or worker in self._finished or self.end is not None:
+        is_over = self.end is not None and not self.roster.is_stopping
+        if not self.is_on or worker in self._finished or is_over:
             return False
         if self.roster.has_left(worker):
             self.roster.on_gone(worker)
@@ -210,7 +211,8 @@ class Generations(Workers):
             left = {"how": end.how[:HOW_LENGTH], "died_in": end.step}
             self._inherit(worker, {**ledger, **left})
         orders = self.roster.on_died(end, time.monotonic())
-        if was_member and not any(isinstance(order, Stop) for order in orders):
+        is_meant = self.roster.is_stopping and end.signal in ASKS_TO_END
+        if was_member and not is_meant and not any(isinstance(order, Stop) for order in orders):
             when = end.where or " before its first step"
             self.say(f"worker {worker} {end.how}{when}; {self._rest()}.")
         self._carry_out(orders, end)
@@ -225,6 +227,11 @@ class Generations(Workers):
             self._grow()
         else:
             self._shrink()
+
+    def on_stop(self) -> None:
+        self.hear_all()
+        self.starts = []
+        self._carry_out(self.roster.on_stop())
 
     def _grow(self) -> None:
         """A person wants one worker more."""
@@ -331,7 +338,9 @@ class Generations(Workers):
             self.channels[machine].send(order)
 
     def _end(self, end: StopReason) -> None:
-        if self.end is None:
+        if self.roster.is_stopping:
+            self.tell_end(end.text)  # the end has a reason; nobody may wait for others
+        elif self.end is None:
             self.end = end
             self.pass_on(end)
 

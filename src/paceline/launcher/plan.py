@@ -29,6 +29,11 @@ STALL_S = "120"
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 _GPU_FILES = ("/dev/nvidia[0-9]*", "/dev/kfd", "/dev/dxg")
+TRAIN_ALONE = (
+    "{} train without a process group: each has a model of its own, which learns nothing from the "
+    "others. For one training use paceline.Run, or paceline.init_process_group() and "
+    "DistributedDataParallel; Accelerate needs Accelerator(cpu=True) on CPUs."
+)
 
 
 @dataclass(frozen=True, slots=True)

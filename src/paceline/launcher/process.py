@@ -12,7 +12,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -166,6 +166,21 @@ class OrphanGuard:
         assert self.process.stdin is not None
         self._pipe = self.process.stdin.fileno()
         os.set_blocking(self._pipe, False)
+
+    @classmethod
+    def of(cls, groups: Sequence[int], before: OrphanGuard | None) -> OrphanGuard | None:
+        """The guard of these: the one before, or another where that is gone; None where no process
+        can be started, which is tried again with the next worker."""
+        if before is not None and before.guard(groups):
+            return before
+        if before is not None:
+            before.close()
+        try:
+            guard = cls()
+        except OSError:
+            return None
+        guard.guard(groups)
+        return guard
 
     def guard(self, groups: Iterable[int]) -> bool:
         """From now on these; False if it is gone."""

@@ -124,6 +124,8 @@ class Roster:
     replaced: int = 0
     is_finished: bool = False
     """A member has done all there was to do, and nobody finishes before all have: no more joins."""
+    is_stopping: bool = False
+    """All were asked to stop: who is left finishes the step and saves, and nobody is replaced."""
     _workers: dict[int, _WorkerState] = field(default_factory=dict)
     _lost_at_s: float | None = None
     _is_urgent: bool = True
@@ -166,7 +168,7 @@ class Roster:
         if self.is_held and len(self.members) + len(self._waiting) >= self.min_workers:
             self.is_held = False
             return [self._announce((*self.members, *self._waiting), is_urgent=True)]
-        return self._invite()
+        return [*self._dismiss_waiting(), *self._invite()]
 
     def on_died(self, end: WorkerExit, now_s: float) -> list[Order]:
         """A worker ended that should not have."""
@@ -188,7 +190,7 @@ class Roster:
                 return []
             if not self.members:
                 return [RestartAll(f"worker {worker}, the last one, {end.how}{end.where}")]
-        if not place.is_leaving and not self.is_finished:
+        if not (place.is_leaving or self.is_finished or self.is_stopping):
             how = end.how_in_full
             orders += self._replace(worker, how, was_member=was_member, now_s=now_s)
         return orders
@@ -223,6 +225,24 @@ class Roster:
             self._lost_at_s = min(now_s, self._lost_at_s or now_s)
         return []
 
+    def on_stop(self) -> list[Order]:
+        """All are asked to stop, which those who wait for replacements can do without them."""
+        self.is_stopping, was_held = True, self.is_held
+        self.is_held = False
+        held = [self._announce(self.members, is_urgent=True)] if was_held else []
+        return [*held, *self._dismiss_waiting()]
+
+    def _dismiss_waiting(self) -> list[Order]:
+        """Nobody is let in any more where all are to stop."""
+        late = [
+            worker
+            for worker, each in self._workers.items()
+            if self.is_stopping and each.state in (_State.STARTING, _State.WAITING)
+        ]
+        for worker in late:
+            self._workers[worker].state = _State.GONE
+        return [Dismiss(worker) for worker in late]
+
     @property
     def due_s(self) -> float | None:
         """When to call `on_time`; never while all wait for a replacement."""
@@ -234,7 +254,7 @@ class Roster:
         """Nobody died: the same members form another group."""
         if self.due_s is None or now_s < self.due_s:
             return []
-        return [self._announce(self.members, is_urgent=True)]
+        return [self._announce(self.members, is_urgent=True), *self._dismiss_waiting()]
 
     @property
     def is_left(self) -> bool:
@@ -294,7 +314,7 @@ class Roster:
 
     def grow(self, now_s: float) -> list[Order]:
         """One more worker, with the first number of this machine that is free."""
-        if self.is_finished:
+        if self.is_finished or self.is_stopping:
             return []
         taken = {worker for worker, each in self._workers.items() if each.state is not _State.GONE}
         here = (number for number in count() if self.machine_of(number) == self.here)
@@ -336,7 +356,7 @@ class Roster:
         Not while somebody is on the way to another generation. Who is new knows nothing yet, so
         nobody goes unless another member stays.
         """
-        if self.is_held or not self.is_formed or self._lost_at_s is not None:
+        if self.is_held or self.is_stopping or not self.is_formed or self._lost_at_s is not None:
             return []
         leaving = tuple(worker for worker in self.members if self._workers[worker].is_leaving)
         staying = len(self.members) - len(leaving)
@@ -354,10 +374,10 @@ class Roster:
         if all(self._workers[worker].is_new for worker in rest):  # newcomers know nothing yet
             self.members = ()
             return []
-        if len(rest) < self.min_workers:
+        if len(rest) < self.min_workers and not self.is_stopping:
             self.is_held = True
             return []
-        return [self._announce(rest, is_urgent=True)]
+        return [self._announce(rest, is_urgent=True), *self._dismiss_waiting()]
 
     def _announce(
         self, members: tuple[int, ...], *, is_urgent: bool, leaving: tuple[int, ...] = ()

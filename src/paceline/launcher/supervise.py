@@ -37,7 +37,7 @@ from paceline.launcher.flags import SHUTDOWN_TIMEOUT_S, SIGNAL_TIMEOUT_S, Launch
 from paceline.launcher.follower import Follower
 from paceline.launcher.generations import Generations, without_survival
 from paceline.launcher.output import Console, Pipes
-from paceline.launcher.plan import WorkerSpec
+from paceline.launcher.plan import TRAIN_ALONE, WorkerSpec
 from paceline.launcher.process import EndRecord, OrphanGuard, SignalInbox, WorkerProcess, end_now
 from paceline.launcher.reading import Reading
 from paceline.launcher.stalls import StallJudge, main_thread, read_stack
@@ -57,11 +57,6 @@ GREETING_S = 0.05
 # The same Ctrl-C may arrive twice; one that comes later is another one.
 REPEAT_NS = 200_000_000
 STOPPING = "stopping, once more kills"
-TRAIN_ALONE = (
-    "{} train without a process group: each has a model of its own, which learns nothing from the "
-    "others. For one training use paceline.Run, or paceline.init_process_group() and "
-    "DistributedDataParallel; Accelerate needs Accelerator(cpu=True) on CPUs."
-)
 # So often the rest of a script may be killed.
 MOST_LATE = 3
 # A signal that comes just before the wait does not end it, and not every kernel tells of exits.
@@ -109,7 +104,7 @@ class Supervisor:
         """Why all are ended, if that is not the first failure among them."""
         announced = env.read(env.FOLDER_VARIABLE, self.specs[0].environment)
         self.folder = EndRecord(announced, self.console)
-        self.ending_since_ns = 0
+        self.ending_since_ns, self.is_killed = 0, False
         self.oom_kills = OomKills()
         self.timers: dict[str, tuple[float, Callable[[], None]]] = {}
         self.starts = Starts(
@@ -207,7 +202,8 @@ class Supervisor:
         due = [now_s + _LONGEST_WAIT_S]
         due += [when for when, _ in self.timers.values()]
         due += self.reading.due_s(now_s)
-        due += [when for when in (self.generations.due_s, self.starts.due_s) if when is not None]
+        decided_s = self.generations.due_s if self._decides else None
+        due += [when for when in (decided_s, self.starts.due_s) if when is not None]
         events = self.selector.select(max(0.0, min(due) - now_s))
         # A Ctrl-C at the terminal reaches a worker that shares it too: that is not a failure.
         self.on_signal()
@@ -233,14 +229,15 @@ class Supervisor:
             channel = generations.broken.pop()
             self.selector.unregister(channel.fileno())
             channel.close()
-        if self.ending_since_ns:
+        if not self._decides:
             return
         for worker_id in generations.take_starts():
-            self._replace(worker_id)
+            if not self.ending_since_ns:
+                self._replace(worker_id)
         for worker in self.alive:
             if worker.rank in generations.dismissed:
                 worker.send(signal.SIGKILL)
-        if generations.end is not None:
+        if generations.end is not None and not self.ending_since_ns:
             self._end_with_others(generations.end)
 
     def _end_with_others(self, end: StopReason) -> None:
@@ -282,13 +279,7 @@ class Supervisor:
 
     def _set_guard(self) -> None:
         groups = [worker.pid for worker in self.workers if worker.leads_group]
-        if self.guard is not None and not self.guard.guard(groups):
-            self.guard.close()
-            self.guard = None
-        with contextlib.suppress(OSError):  # it is tried again with the next worker
-            if self.guard is None:
-                self.guard = OrphanGuard()
-                self.guard.guard(groups)
+        self.guard = OrphanGuard.of(groups, self.guard)
 
     def on_status(self, worker: WorkerProcess) -> None:
         """A worker says that it is alive, or that it has failed."""
@@ -355,6 +346,8 @@ class Supervisor:
         ledger = self._close_channel(worker)
         end = self._exit_of(worker, code)
         is_ending = bool(self.ending_since_ns)
+        if is_ending and self._decides and ledger is not None:
+            self.generations.on_exit(end, ledger)  # the others stop without it
         if not is_ending and (worker.is_judged or self._is_survived(end, ledger)):
             self.survived[worker.rank] = end
             self.folder.show_first(end)
@@ -442,14 +435,15 @@ class Supervisor:
         self.ending_since_ns = time.monotonic_ns()
         self.stop = self.stop or self.generations.end
         self.starts.give_up()
-        is_signal = self.stop is not None and bool(self.stop.signal)
-        env.note_ending(self.specs[0].environment, by_signal=is_signal)
-        if not is_signal:
+        env.note_ending(self.specs[0].environment, by_signal=self._stops)
+        if self._stops:
+            self.generations.on_stop()
+        else:
             self.generations.tell_end(self.stop.text if self.stop else "another worker has failed")
         for worker in self.alive:
             if not worker.failed_ns:  # one that has failed ends by itself
                 # Those who train have heard it, and end their loaders, which a signal would reach.
-                worker.send(number if is_signal or not self._trains(worker.rank) else 0)
+                worker.send(number if self._stops or not self._trains(worker.rank) else 0)
                 worker.send(signal.SIGCONT)
         self._after(self._shutdown_timeout_s(), "kill", self.kill_all)
 
@@ -461,10 +455,20 @@ class Supervisor:
     def _shutdown_timeout_s(self) -> float:
         if self.options.shutdown_timeout is not None:
             return self.options.shutdown_timeout
-        is_signal = self.stop is not None and bool(self.stop.signal)
-        return SIGNAL_TIMEOUT_S if is_signal else SHUTDOWN_TIMEOUT_S
+        return SIGNAL_TIMEOUT_S if self._stops else SHUTDOWN_TIMEOUT_S
+
+    @property
+    def _stops(self) -> bool:
+        """Whether a signal ends the run, so that workers finish a step and save."""
+        return self.stop is not None and bool(self.stop.signal)
+
+    @property
+    def _decides(self) -> bool:
+        """Whether workers that lose another one may still form a group."""
+        return not self.ending_since_ns or (self._stops and not self.is_killed)
 
     def kill_all(self) -> None:
+        self.is_killed = True
         for worker in self.workers:
             if worker in self.alive or worker.has_leftovers():
                 worker.send(signal.SIGKILL)

@@ -128,6 +128,9 @@ class Workers:
             "on one machine, without --no-survive."
         )
 
+    def on_stop(self) -> None:
+        """A signal asks all workers to stop, and a death may come in between."""
+
     def explains_loss(self, worker: int) -> bool:
         """Whether a worker that says another one is gone can be right, as far as is known here."""
         return True
