@@ -241,14 +241,24 @@ def test_a_script_that_exits_from_its_loop_under_plain_python_says_its_code(
     assert_reason(tmp_path, "failed", f"worker 0 ended with exit code 5 in step {step}")
 
 
-def test_under_torchrun_the_worker_that_failed_says_why(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("what", "where", "victim", "reason"),
+    [
+        ("raise", "step", 1, f"worker 1 failed in step 6: {LABEL}"),
+        ("raise", "evaluation", 1, f"worker 1 failed in step 8: {LABEL}"),
+        ("SIGKILL", "step", 0, "worker 1 failed in step 6: PeerError: "),
+    ],
+)
+def test_under_torchrun_a_worker_that_failed_or_lost_the_first_says_why(
+    tmp_path: Path, what: str, where: str, victim: int, reason: str
+) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    done = start(tmp_path, torchrun, "raise", "step", 1)
+    done = start(tmp_path, torchrun, what, where, victim)
     assert done.returncode == 1
     info = read_info(RunFolder(tmp_path / "run"))
     assert info is not None
-    assert (info.status, info.reason) == ("failed", f"worker 1 failed in step 6: {LABEL}")
+    assert (info.status, info.reason[: len(reason)]) == ("failed", reason)
 
 
 @pytest.mark.parametrize("what", ["once", "raise"])

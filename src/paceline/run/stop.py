@@ -158,15 +158,20 @@ def _record_error(folder: RunFolder, rank: int, step: int, pid: int, is_late: bo
     error = getattr(sys, "last_value", None)
     if error is None and (reason := read_unsaved()):
         error = CheckpointError(reason)
-    if error is None or isinstance(error, PeerError) or os.getpid() != pid:
+    if error is None or os.getpid() != pid:
         return
     if hasattr(sys, "ps1"):  # of an interactive session this is the last error, and not the end
         return
     end, found = describe_end(error, rank, step, is_late=is_late), find_info(folder)
-    if end.status == "failed" and found is not None and found.failed_worker is None:
-        text = "".join(traceback.format_exception(error))
-        with suppress(OSError):
-            record_end(folder, "failed", end.reason, worker=rank, step=step, traceback=text)
+    if end.status != "failed" or found is None or found.failed_worker is not None:
+        return
+    is_primary = not isinstance(error, PeerError)
+    if not is_primary and found.status != "running":  # whoever leads is there to say more
+        return
+    text = "".join(traceback.format_exception(error)) if is_primary else ""
+    who = rank if is_primary else -1
+    with suppress(OSError):
+        record_end(folder, "failed", end.reason, worker=who, step=step, traceback=text)
 
 
 def describe_unsaved(step: int, saved: int, problem: str) -> str:

@@ -183,10 +183,6 @@ class FolderSink:
         self._events.write("stop", step=step, reason=reason)
         self._events.close()
         self._is_over = True
-        if status == "failed" and self._members.leads:
-            found = find_info(self._folder)
-            if found is not None and found.status == "failed":
-                return  # the worker that failed first has written the cause
         self._update(status=status, step=step, reason=reason)
 
     def _write_first(self, kind: str, **facts: Any) -> None:
@@ -200,6 +196,9 @@ class FolderSink:
         self._info_due_s = time.monotonic() + INFO_PERIOD_S
         if not self._members.leads:
             return
+        found = None if changes.get("status") == "running" else find_info(self._folder)
+        if found is not None and found.failed_worker is not None:
+            return  # a worker that has failed has written the cause
         self._info = dataclasses.replace(self._info, updated=time.time(), **changes)
         try:
             write_info(self._folder, self._info)
