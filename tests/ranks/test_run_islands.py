@@ -36,6 +36,9 @@ def train(
     batch: int = 12,
     stop_after: int = 0,
     heard: list[str] | None = None,
+    options: dict[str, Any] | None = None,
+    decay: float = 1.0,
+    evaluates: bool = False,
     **more: Any,
 ) -> list[Tensor]:
     """The parameters after a short training on this worker."""
@@ -44,7 +47,8 @@ def train(
     net = net.to(dtype)
     data = TensorDataset(X.to(dtype), Y)
     made = getattr(torch.optim, optimizer)(net.parameters(), lr=0.1)
-    options = RunOptions(progress="quiet", islands=islands, handle_signals=False)
+    chosen = {"progress": "quiet", "islands": islands, "handle_signals": False, **(options or {})}
+    scheduler = None if decay == 1 else torch.optim.lr_scheduler.ExponentialLR(made, decay)
     run = Run(
         net,
         made,
@@ -53,13 +57,20 @@ def train(
         epochs=epochs,
         seed=3,
         world=world,
-        options=options,
+        options=RunOptions(**chosen),
+        scheduler=scheduler,
         **more,
     )
+
+    def score(batch: Any) -> dict[str, Tensor]:
+        return {"loss": cross_entropy(net(batch[0]).float(), batch[1])}
+
     for step in run:
         with step:
             for x, y in step.batches():
                 step.backward(cross_entropy(run.model(x), y))
+        if evaluates and step.number % 3 == 0:
+            run.evaluate(score, data, batch=10, reduction="mean")
         if step.number == stop_after:
             run.save()
             break
@@ -141,6 +152,50 @@ def test_one_island_that_assigns_its_average_has_the_bits_of_a_plain_run(
 
     for plain, island in run_ranks(size, both):
         assert_equal(plain, island)
+
+
+TOGETHER: list[dict[str, Any]] = [
+    {"options": {"precision": "bf16"}},
+    {"options": {"precision": "fp16"}},
+    {"shards": 6, "decay": 0.9},
+    {"options": {"clip_norm": 0.1, "check_finite": "all"}},
+    {"options": {"merge_shards": True}, "shards": 4},
+    {"options": {"fit": "auto"}},
+    {"options": {"noise_every": 2}, "shards": 4},
+    {"options": {"checkpoint_every": 3, "best_metric": "loss"}, "evaluates": True},
+    {"options": {"shuffle": False, "drop_last": True}},
+]
+"""Other options of a run, with which islands work."""
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("more", TOGETHER, ids=str)
+def test_one_island_that_assigns_its_average_has_the_bits_of_a_run_with_the_same_options(
+    more: dict[str, Any], size: int, tmp_path: Path
+) -> None:
+    def one(world: World, name: str, islands: Islands | None) -> list[Tensor]:
+        folder = tmp_path / name
+        return train(world, islands, dtype=torch.float32, optimizer="AdamW", folder=folder, **more)
+
+    def both(world: World) -> tuple[list[Tensor], list[Tensor]]:
+        return one(world, "plain", None), one(world, "island", Islands(every=4, lr=1, momentum=0))
+
+    for plain, island in run_ranks(size, both):
+        assert_equal(plain, island)
+
+
+@pytest.mark.parametrize("more", TOGETHER, ids=str)
+def test_islands_that_average_rarely_end_alike_with_other_options(
+    more: dict[str, Any], tmp_path: Path
+) -> None:
+    def island(world: World, at: str) -> list[Tensor]:
+        islands = Islands(every=4, bits=8, fragments=2, delay=1, at=at)
+        return train(
+            world, islands, dtype=torch.float32, optimizer="AdamW", folder=tmp_path, **more
+        )
+
+    [first], [second] = run_islands(2, 1, island)
+    assert_equal(first, second)
 
 
 @pytest.mark.parametrize(
