@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from paceline import Callback, Islands, Run, RunOptions, World
 from paceline.errors import UsageError
@@ -23,6 +24,13 @@ from tests.sentences import says
 
 X = torch.randn(53, 6, generator=torch.Generator().manual_seed(1))
 Y = (X.sum(1) > 0).long()
+
+
+class Endless(IterableDataset[Any]):
+    """Samples that nobody has counted."""
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from zip(X, Y, strict=True)
 
 
 def train(
@@ -390,17 +398,37 @@ def test_an_island_without_islands_in_its_run_is_refused(monkeypatch: pytest.Mon
         ({"patience": 1, "best_metric": "loss"}, {}),
         ({}, {"global_batch": 13}),
         ({}, {"dataset": TensorDataset(X[:49], Y[:49])}),
+        ({}, {"dataset": Endless()}),
+        ({}, {"dataset": None, "loader": [(X[:12], Y[:12])], "global_batch": None}),
+        ({"islands": 3}, {}),
+        ({"islands": Islands(every=6, fragments=3)}, {}),
+        ({"islands": Islands(at="0/2")}, {}),
     ],
-    ids=["same_bits", "sharded", "ema", "patience", "unequal", "a last batch of one sample"],
+    ids=[
+        *("same_bits", "sharded", "ema", "patience", "unequal", "a last batch of one sample"),
+        *("a dataset without a length", "loader", "a number", "more fragments than parameters"),
+        "a place without an address",
+    ],
 )
 def test_what_does_not_go_with_islands_is_refused(
     options: dict[str, Any], more: dict[str, Any]
 ) -> None:
     net = nn.Linear(6, 2)
     values = {"dataset": TensorDataset(X, Y), "global_batch": 12, "epochs": 1, **more}
-    chosen = RunOptions(islands=Islands(at="0/2@/nowhere"), progress="quiet", **options)
-    with pytest.raises(UsageError):
-        Run(net, torch.optim.SGD(net.parameters(), lr=0.1), options=chosen, **values)
+    chosen = {"islands": Islands(at="0/2@/nowhere"), "progress": "quiet", **options}
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(UsageError) as refused:
+        Run(net, optimizer, options=RunOptions(**chosen), **values)
+    assert refused.value.advice
+
+
+def test_parameters_that_are_not_real_numbers_are_refused() -> None:
+    net = nn.Linear(6, 2, dtype=torch.complex64)
+    options = RunOptions(islands=Islands(), progress="quiet")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(UsageError) as refused:
+        Run(net, optimizer, TensorDataset(X, Y), global_batch=12, epochs=1, options=options)
+    assert refused.value.advice
 
 
 def test_several_models_on_islands_are_refused() -> None:

@@ -47,8 +47,9 @@ from tests.sentences import says
     ids=str,
 )
 def test_impossible_options_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as refused:
         Islands(**wrong)
+    assert refused.value.advice
 
 
 @given(
