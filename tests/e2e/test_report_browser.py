@@ -351,7 +351,7 @@ def test_in_a_notebook_a_run_is_a_page_of_its_own_whose_links_stay_inside(
     cell.write_text(f"<!doctype html>{report.RunView(file.parent)._repr_html_()}")
     outer = open_page(cell)
     inner = outer.frame_locator("iframe")
-    inner.get_by_role("link", name="Who worked, who waited").click()
+    inner.get_by_role("link", name="Work and waiting by worker").click()
     inner.locator("#workers").wait_for()
     outer.wait_for_function(
         "() => frames[0].document.querySelector('#workers').getBoundingClientRect().top < 200"

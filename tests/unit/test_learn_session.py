@@ -112,7 +112,7 @@ def test_a_lesson_continues_where_it_stopped_and_only_with_the_same_numbers(
     play(memory, "4")  # then the terminal goes away
     shown = play(Memory(memory.path), "yes", "", *["y"] * POINTS)
     assert "Continued after 1 question." in shown
-    assert "How many of 8 rows?" not in shown.partition("What you said")[0]
+    assert "How many of 8 rows?" not in shown.partition("Your answers")[0]
     assert "Done: 2 of 2 predicted" in shown
     again = Memory(memory.path)
     assert again.done.begun == {}
@@ -151,7 +151,7 @@ def test_the_code_can_be_saved_and_nothing_is_written_over(
     monkeypatch.chdir(tmp_path)
     shown = play(memory, "4", "s", "s", "q")
     assert "To run it: python how_many.py" in shown
-    assert "is there already" in shown
+    assert "exists already" in shown
     compile((tmp_path / "how_many.py").read_text(), "how_many.py", "exec")
 
 
@@ -267,7 +267,7 @@ def test_progress_can_be_forgotten(
     for _ in range(2):  # nothing to forget is no mistake
         assert main(["learn", "--forget"]) == 0
         assert not memory.path.exists()
-    assert "Forgotten" in capsys.readouterr().out
+    assert "Deleted" in capsys.readouterr().out
 
 
 def test_an_interrupt_while_torch_is_imported_ends_the_lesson_whatever_catches_exceptions() -> None:

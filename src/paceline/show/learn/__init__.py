@@ -2,8 +2,8 @@
 
     question + lab --> answer --> terminal (session), text and JSON (command), page, notebook
 
-`lessons` has the words, `about_...` a function for each question that finds its answer; `runs` and
-`lab` run what is asked for; `values` compares what a reader types.
+`lessons` has the texts, `about_...` a function for each question that computes its answer; `runs`
+and `lab` run the engine; `values` parses and compares answers.
 """
 
 from paceline.lazy import attach

@@ -1,4 +1,4 @@
-"""The answers about both engines: the split, the copies, gradients, the meeting, the sampler."""
+"""Answers about both engines: split, replicas, gradients, process group, sampler."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def averaged_gradient(lab: Lab) -> Found:
 
 
 def script_lines() -> list[str]:
-    """The prepared script as one would write it, without the notes that it takes."""
+    """The prepared script as a user would write it, without the lines that record its steps."""
     lines = inspect.getsource(scripts.prepared).partition("steps = []\n")[2].splitlines()
     lines = lines[: next(i for i, line in enumerate(lines) if "return" in line)]
     notes = ("steps", "before", "after", "draw_weights")
@@ -199,7 +199,9 @@ def faster_in_python(lab: Lab) -> Found:
     return Found(
         "processes" if ratio > 1.2 else "about the same",
         [f"threads {threads_s * 1e3:.0f} ms, processes {processes_s * 1e3:.0f} ms"],
-        why="" if ratio > 1.2 else "Others keep the cores busy now, so a second one gains nothing.",
+        why=""
+        if ratio > 1.2
+        else "The cores are busy with other work, so a second one does not help.",
         is_sure=ratio > 1.5 or count_cores() == 1,
     )
 

@@ -1,4 +1,4 @@
-"""The answers about islands: what is averaged when, why it is another training, when it pays."""
+"""Answers about islands: what is averaged when, how the training differs, when they pay."""
 
 from __future__ import annotations
 
@@ -31,13 +31,17 @@ def rounds_of_a_training(lab: Lab) -> Found:
 
 
 def a_round_in_every_step(lab: Lab) -> Found:
-    apart, way = lab.compare_with_one(every=1)
-    return Found(apart < 1e-4 * way, [f"{apart:.2g} apart, after a way of {way:.3g}"])
+    distance, change = lab.compare_with_one(every=1)
+    return Found(
+        distance < 1e-4 * change, [f"{distance:.2g} apart; change of weights: {change:.3g}"]
+    )
 
 
 def rare_rounds(lab: Lab) -> Found:
-    apart, way = lab.compare_with_one(EVERY)
-    return Found(apart < 1e-4 * way, [f"{apart:.2g} apart, after a way of {way:.3g}"])
+    distance, change = lab.compare_with_one(EVERY)
+    return Found(
+        distance < 1e-4 * change, [f"{distance:.2g} apart; change of weights: {change:.3g}"]
+    )
 
 
 def times_fewer_bytes(lab: Lab) -> Found:

@@ -1,4 +1,4 @@
-"""The answers about what comes of it: batch and learning rate, learning, files, speed."""
+"""Answers about batch size and learning rate, epochs, saved files, and speed."""
 
 from __future__ import annotations
 

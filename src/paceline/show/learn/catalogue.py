@@ -16,6 +16,6 @@ QUESTIONS = [
 
 
 def answer_all(lab: Lab, lesson: Lesson | None = None) -> list[Answered]:
-    """Every question of one lesson or of all that makes sense here, answered."""
+    """Answer every question of one lesson, or of all, that applies to this lab."""
     asked = [q for q in QUESTIONS if lesson is None or q.lesson == lesson.name]
     return [question.answer(lab) for question in asked if question.fits(lab)]

@@ -1,7 +1,7 @@
 """`paceline learn`: the command line.
 
-The list of lessons and the first words of each appear at once; torch is imported when something
-has to be run.
+The list of lessons and the introduction of each appear at once; torch is imported when something is
+run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CARDS, CHALLENGE, REVIEW = "cards", "challenge", "review"
 OTHERS = {
     CARDS: "every question as a card to turn over",
     CHALLENGE: "five problems",
-    REVIEW: "what you said, and what was found",
+    REVIEW: "your answers and the results",
 }
 
 
@@ -49,19 +49,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     help = f"{names}, or a number; {CARDS}, {CHALLENGE}, {REVIEW} (default: the list)"
     add("lesson", nargs="?", metavar="LESSON", help=help)
-    help = "makes other data, weights and orders, so other right answers (default: 0)"
+    help = "generates data, weights and orders, and so the answers (default: 0)"
     add("--seed", metavar="N", type=int, default=0, help=help)
-    help = "how many share a batch (default: 3; 2 in the pipeline, 4 for batch size, speed-up)"
+    help = "workers that share a batch (default: 3; 2 in the pipeline, 4 for batch size, speed-up)"
     add("--workers", metavar="N", type=int, help=help)
     help = "rows of a batch (default: 16; 32 for batch size, 100 in the pipeline)"
     add("--batch", metavar="N", type=int, help=help)
-    help = "your own function: it returns (model, dataset, loss_fn), as for `paceline trace`"
+    help = "a function that returns (model, dataset, loss_fn), as for `paceline trace`"
     add("--model", metavar="FILE:FUNCTION", help=help)
-    help = "no questions: every answer, with how it was found"
+    help = "print every answer, with the code that computes it, instead of asking"
     add("--answers", action="store_true", help=help)
     add("--json", action="store_true", help="with --answers: print JSON")
     add("--html", metavar="FILE", help="write all lessons as one offline page")
-    add("--forget", action="store_true", help="forget what is done")
+    add("--forget", action="store_true", help="delete the saved progress")
     add("--ascii", action="store_true", help="draw without characters beyond ASCII")
 
 
@@ -73,7 +73,7 @@ def main(args: argparse.Namespace) -> int:
     if args.forget:
         memory = Memory()
         memory.forget()
-        print(f"Forgotten: {memory.path} is gone.")
+        print(f"Deleted: {memory.path}")
         return 0
     if args.html is not None:
         return _write_page(args)
@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> int:
         return _print_answers(args, chosen)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UsageError(
-            "There is no terminal to ask questions on.",
+            "Lessons need a terminal to ask questions.",
             advice="`paceline learn --answers` prints every question with its computed answer; "
             "`paceline learn --html FILE` writes a page.",
         )
@@ -93,14 +93,14 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _find(name: str | None) -> Lesson | str | None:
-    """The lesson of a name or a number; `cards` or `challenge`; None where none was named."""
+    """The lesson with this name or number; `cards` and others as they are; None without a name."""
     return name if name is None or name in OTHERS else find_lesson(name)
 
 
 def _load(args: argparse.Namespace) -> Lab:
     """The lab; imports torch."""
     with warnings.catch_warnings(), _ended_by_interrupt():
-        # torch without NumPy says so once; nothing here needs it.
+        # torch warns once if NumPy is missing; nothing here needs NumPy.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         from paceline.show.learn.lab import Lab
         from paceline.show.learn.runs import LearnOptions
@@ -111,7 +111,7 @@ def _load(args: argparse.Namespace) -> Lab:
 
 @contextmanager
 def _ended_by_interrupt() -> Iterator[None]:
-    """Let Ctrl-C end the process as it is: what is imported here may swallow the exception."""
+    """Let Ctrl-C end the process directly: code that is imported here may swallow the exception."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -150,7 +150,7 @@ def _print_answers(args: argparse.Namespace, lesson: Lesson | None) -> int:
         return 0
     screen = Printer(sys.stdout, is_plain=args.ascii)
     if lab.trouble:
-        screen.show([lab.trouble, "The built-in model takes its place.", ""])
+        screen.show([lab.trouble, "The built-in model is used instead.", ""])
     screen.show(answer_lines(lab, answered, min(screen.width, 100)))
     return 0
 
@@ -204,12 +204,12 @@ def _play(args: argparse.Namespace, chosen: Lesson | str | None) -> int:
 
     session = Session(lab, QUESTIONS, memory, screen)
     if lab.trouble:
-        session.say(f"{lab.trouble}\nThe built-in model takes its place.\n")
+        session.say(f"{lab.trouble}\nThe built-in model is used instead.\n")
     others = {CARDS: session.cards, CHALLENGE: session.challenge, REVIEW: session.review}
     try:
         others[chosen]() if isinstance(chosen, str) else session.lesson(chosen)
     except (Leave, KeyboardInterrupt):
-        screen.show(["", "Left. What you said is kept: the same command continues here."])
+        screen.show(["", "Your answers are saved: the same command continues here."])
     return 0
 
 
@@ -223,7 +223,7 @@ def _show_head(screen: Printer, chosen: Lesson | str) -> None:
 
 
 def _list_lines(memory: Memory, width: int) -> Iterator[str]:
-    """The lessons, and what is done of them; a narrow terminal has no room for their names."""
+    """The lessons and their progress; without names on a narrow terminal."""
     rows = []
     for number, lesson in enumerate(LESSONS, start=1):
         rows.append([str(number), lesson.name, lesson.title, _standing(memory, lesson.name)])
@@ -250,7 +250,7 @@ def _standing(memory: Memory, name: str) -> str:
 
 
 def _choose() -> Lesson | str | None:
-    """What the reader types; None to leave."""
+    """Ask for a lesson; None to leave."""
     while True:
         try:
             typed = input("A name or a number, or Enter to leave: ").strip().lower()

@@ -1,4 +1,4 @@
-"""The runs, with names for what questions say: what stands in braces there is in `NAMES` here."""
+"""The runs, and the names in the braces of questions, which are looked up in `NAMES`."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ GROUPED = "This model does something that depends on how rows are grouped."
 
 
 class Lab(Runs):
-    """Everything that questions ask for."""
+    """The values that questions use."""
 
     def named(self, name: str) -> Any:
-        """What a name in a question's braces, choices or needs stands for."""
+        """The value of a name in a question's braces, `choices_of` or `needs`."""
         return NAMES[name](self) if name in NAMES else getattr(self, name)
 
     @cached_property
     def smaller(self) -> Lab:
-        """The same with fewer rows on another number of workers, for a hint."""
+        """A lab with fewer rows and another number of workers, for a hint."""
         workers = 2 if self.workers != 2 else 3
         return Lab(LearnOptions(seed=self.seed, workers=workers, batch=2 * workers + 1))
 
@@ -60,17 +60,17 @@ class Lab(Runs):
 
     @property
     def few_rows(self) -> int:
-        """Fewer than there are devices."""
+        """Fewer rows than devices."""
         return self.workers - 1
 
     def draw(self, place: Sequence[str], width: int = WIDTH, plain: bool = False) -> list[str]:
-        """One stage of a recorded step; `place` names both."""
+        """Draw one stage of a recorded step; `place` names both."""
         trace, stage = place
         return draw_stage(getattr(self, trace), stage, width=width, plain=plain)
 
     @property
     def updates(self) -> list[int]:
-        """How many updates an epoch has: with the batch of one device, and with as many on each."""
+        """The updates in an epoch: with the batch of one device, and with as many rows on each."""
         rows = len(self.make_pipeline_task().dataset)
         return [-(-rows // min(rows, self.single_batch * n)) for n in (1, self.many)]
 
@@ -79,13 +79,13 @@ class Lab(Runs):
         return [f"about {times * NAP_S * 1e3:.0f} ms" for times in (1, self.workers)]
 
     def sample_at(self, stage: str) -> SampleStop:
-        """Where the followed sample is in the step of DataParallel."""
+        """The followed sample at a stage of DataParallel's step."""
         stops = self.dp.sample.stops if self.dp.sample else []
         return next(stop for stop in stops if stop.stage == stage)
 
     @property
     def own_count(self) -> int:
-        """How many rows of a short order a worker can be asked for."""
+        """How many rows of a worker a question asks for."""
         return min(3, -(-self.batch // self.workers))
 
     @property
@@ -113,7 +113,7 @@ class Lab(Runs):
 
     @property
     def minutes(self) -> tuple[int, int]:
-        """On one device and on many: 100 and 30 on four, or drawn by the seed."""
+        """Minutes on one device and on many: 100 and 30 on four, or random by the seed."""
         if self.seed == 0 and self.many == 4:
             return 100, 30
         rng = random.Random(self.seed)
@@ -136,14 +136,14 @@ def rows_of(stage: Stage) -> list[int]:
 
 
 def verdict_of(trace: Trace) -> tuple[bool, str]:
-    """Whether the step is the one that a single process takes, and what the check says."""
+    """Whether the step is that of a single process, and the sentence of the check."""
     check = trace.check
     said = " ".join(filter(None, (check.text, check.reason))) if check else "not compared"
     return bool(check and check.is_same and check.how == "whole batch"), said
 
 
 def _shape(trace: Trace, stage: str) -> str:
-    """As Python writes it; a dataset that does not say has only its rows."""
+    """A stage's shape as text; only the rows where the dataset's shape is unknown."""
     tensors = stage_of(trace, stage).parts[0].tensors
     return str(tuple(tensors[0].shape)) if tensors else f"({trace.dataset_rows}, ...)"
 
@@ -169,7 +169,7 @@ def _order_text(lab: Lab) -> str:
 
 
 def _first_accuracy(lab: Lab) -> str:
-    """Empty where rows are not right or wrong."""
+    """The accuracy before training; empty where there is none."""
     share = lab.epochs[0].accuracy
     return "" if share is None else f"{share:.0%}"
 

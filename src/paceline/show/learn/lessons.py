@@ -1,6 +1,6 @@
-"""The lessons: what each is about, asks and has explained, and the five problems.
+"""The lessons: introductions, questions, open questions, and the five problems.
 
-The words are in `assets/lessons.toml`. Starts without torch.
+The texts are in `assets/lessons.toml`. Starts without torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.show.learn.values import Kind
 
 @dataclass(frozen=True, slots=True)
 class OpenQuestion:
-    """Something to explain, and the points that a good answer has."""
+    """A question to answer in your own words, and the points of a good answer."""
 
     question: str
     points: list[str]
@@ -24,27 +24,27 @@ class OpenQuestion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What is asked, before anything is run."""
+    """A question before anything is run."""
 
     name: str
     facts: list[str]
     """Which entries of the list of facts it covers; see docs/learn.md."""
     kind: Kind
     question: str
-    """With names of the lab in braces."""
+    """The text, with names of the lab in braces."""
     why: str = ""
-    """Why the answer is as it is, where that does not depend on it."""
+    """The reason for the answer, where it does not depend on the answer."""
     choices: list[str] = field(default_factory=list)
     choices_of: str = ""
-    """Which name of the lab has the choices."""
+    """The name of the lab that has the choices."""
     unit: str = ""
     tolerance: float = 0.0
     breaks: bool = False
-    """Whether something is broken on purpose to see what then happens."""
+    """Whether the question breaks something on purpose."""
     needs: str = ""
-    """A name of the lab: where it is empty, the question has no sense."""
+    """A name of the lab: where its value is empty, the question does not apply."""
     stage: list[str] | None = None
-    """Which recorded step shows the answer (a name of the lab), and at which stage."""
+    """The recorded step (a name of the lab) and the stage that show the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,23 +60,23 @@ class Lesson:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One of the five problems, and the names of the questions that it consists of."""
+    """One of the five problems: a title and the names of its questions."""
 
     title: str
     questions: list[str]
 
 
-_WORDS = tomllib.loads(
+_TEXTS = tomllib.loads(
     resources.files(__package__).joinpath("assets", "lessons.toml").read_text("utf-8")
 )
-LESSONS: list[Lesson] = read_value(list[Lesson], _WORDS["lessons"], "lessons")
-PROBLEMS: list[Problem] = read_value(list[Problem], _WORDS["problems"], "problems")
+LESSONS: list[Lesson] = read_value(list[Lesson], _TEXTS["lessons"], "lessons")
+PROBLEMS: list[Problem] = read_value(list[Problem], _TEXTS["problems"], "problems")
 FACTS = [*map(str, range(1, 17)), "pipeline", "multi-gpu", "epochs", "prediction", "islands"]
 """What the lessons cover; docs/learn.md lists them."""
 
 
 def find_lesson(name: str) -> Lesson:
-    """The lesson of a name, or of a number from 1."""
+    """The lesson with this name, or number from 1."""
     if name.isascii() and name.isdecimal() and 0 < int(name[:9]) <= len(LESSONS):
         return LESSONS[int(name) - 1]
     lesson_by_name = {lesson.name: lesson for lesson in LESSONS}

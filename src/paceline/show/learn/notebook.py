@@ -1,6 +1,7 @@
 """Lessons in a notebook: `paceline.learn.lesson("sampler")` as the last line of a cell.
 
-The same questions as on a terminal, answered on the spot; each answer stands behind a line to open.
+The same questions as on a terminal, with computed answers; each answer is folded until it is
+opened.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def lesson(
 def make_lab(
     *, seed: int = 0, workers: int | None = None, batch: int | None = None, model: str | None = None
 ) -> Lab:
-    """Everything that the lessons run, each when it is first asked for."""
+    """Make the lab of the lessons, whose runs start when they are first needed."""
     return Lab(LearnOptions(seed=seed, workers=workers, batch=batch, model=model))
 
 
@@ -45,7 +46,7 @@ class LessonShown:
     lesson: Lesson
     answers: list[Answered]
     lab: Lab
-    """It may say why a model of one's own was not used."""
+    """Has `trouble` if the reader's own model could not be used."""
 
     def __str__(self) -> str:
         told = filter(None, (self.lesson.introduction, self.lab.trouble))

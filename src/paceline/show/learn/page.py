@@ -1,7 +1,7 @@
-"""`paceline learn --html`: all lessons as one offline page, with the answers found just now.
+"""`paceline learn --html`: all lessons as one offline page, with answers computed for it.
 
 The page is drawn in the browser from one document, with the style and the libraries of the report;
-what is typed there is compared as values, as on a terminal.
+answers are compared as values, as on a terminal.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.show.report.page import LIBRARIES, STYLES, assemble, asset, is_rep
 from paceline.show.trace import card
 
 SHARED = ("pieces.js", "chart.js", "pipeline.js")
-"""Of the report's own scripts, what draws numbers, curves and recorded steps."""
+"""The report's scripts that draw numbers, curves and recorded steps."""
 
 
 def document(lab: Lab, answered: list[Answered]) -> dict[str, Any]:
@@ -59,14 +59,14 @@ def document(lab: Lab, answered: list[Answered]) -> dict[str, Any]:
 
 
 def _picture(trace: Trace) -> list[Any]:
-    """The recorded step as it is drawn for a slide, in the colours of the page, as plain data."""
+    """The card of a recorded step in the colours of the page, as plain data."""
     names = {card.PAGE: "card", card.INK: "ink", card.MUTED: "muted", card.RULE: "rule"}
     names |= {card.GOOD: "good", card.BAD: "bad"}
     names |= dict(zip(card.COLOURS, ("forward", "orange", "optimizer", "pink"), strict=True))
 
     def plain(element: Element) -> list[Any]:
         tag = element.tag.rpartition("}")[2]
-        is_text = tag == "text"  # on a tinted ground the lanes' colours are too faint for it
+        is_text = tag == "text"  # the lanes' colours have too little contrast for text
         colours = {
             key: "ink" if is_text and value in card.COLOURS else names.get(value, "")
             for key, value in element.items()
@@ -93,7 +93,7 @@ def render(shown: dict[str, Any]) -> str:
 
 
 def check_place(path: Path) -> None:
-    """Refuse what cannot or should not be written to, before anything is run."""
+    """Refuse a path that cannot or should not be written to, before anything is run."""
     if not path.absolute().parent.is_dir():
         raise UsageError(f"There is no folder {path.parent}.", advice="Name a file in a folder.")
     if not is_replaceable(path, "lessons"):
@@ -104,5 +104,5 @@ def check_place(path: Path) -> None:
 
 
 def write(path: Path, lab: Lab, answered: list[Answered]) -> None:
-    """Write the page as a whole, or leave what was there."""
+    """Write the page, atomically."""
     write_output(path, [render(document(lab, answered))])

@@ -1,11 +1,10 @@
-"""One question, and how its answer is found: by a function that runs, and whose code is shown.
+"""One question, and the function that computes its answer, whose code is shown.
 
     def shared_rows(lab):
         taken = [row for rows in lab.dealt for row in rows]
         return Found(len(taken) - len(set(taken)))
 
-`lessons` has its words; the function is what a teacher sees as "the code that computed it". Nothing
-is stored as the right answer.
+`lessons` has its text; the reader can see the function's code. No right answer is stored anywhere.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ if TYPE_CHECKING:
     from paceline.show.learn.lab import Lab
 
 YES_NO = ["yes", "no"]
-_UNSAID = ("choices_of", "needs")
-"""What is settled once a question is answered."""
+_OMITTED = ("choices_of", "needs")
+"""Fields that are of no use once a question is answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a run gave: the value, why it is so, and where that can be seen."""
+    """The result of a run: the value, the reason, and the evidence."""
 
     value: Any
     """A plain value; True and False answer a question with the choices yes and no."""
     evidence: Sequence[str] = ()
-    """Lines of what was printed, measured or raised."""
+    """Lines of output, measurements or errors."""
     why: str = ""
-    """In place of what the lesson says."""
+    """Replaces the lesson's reason."""
     is_sure: bool = True
-    """Whether it may be counted: a measurement on a busy machine may say anything."""
+    """Whether the answer counts: a measurement on a busy machine is unreliable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,21 +54,21 @@ class Answered(Asked):
     shown: str
     evidence: list[str] = field(default_factory=list)
     recorded: list[str] = field(default_factory=list)
-    """Its stage, drawn."""
+    """The drawn stage."""
     mark: list[str] = field(default_factory=list)
-    """The answer as it stands there."""
+    """The answer as it is written in the drawn stage."""
     code: str = ""
     is_sure: bool = True
     seconds: float = 0.0
-    """How long the run took; nothing where an earlier question had run it."""
+    """How long the run took; about 0 where an earlier question has run it."""
 
     def as_json(self) -> dict[str, Any]:
-        return {name: each for name, each in asdict(self).items() if name not in _UNSAID}
+        return {name: each for name, each in asdict(self).items() if name not in _OMITTED}
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question that can be put before its answer is known."""
+    """A question, which can be asked before its answer is computed."""
 
     lesson: str
     asked: Asked
@@ -80,7 +79,7 @@ class Question:
         return self.asked.name
 
     def program(self, lab: Lab) -> str:
-        """A script that finds the value and prints it: for a reader to change and to run."""
+        """A script that computes and prints the value, for a reader to change and run."""
         code, options = self.code, lab.options
         module = inspect.getmodule(self.find)
         used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
@@ -105,7 +104,7 @@ class Question:
 
     @property
     def code(self) -> str:
-        """What the function runs to find the value, without the words that it says about it."""
+        """The function's code that computes the value, without its texts."""
         tree = ast.parse(textwrap.dedent(inspect.getsource(self.find)))
         function = tree.body[0]
         assert isinstance(function, ast.FunctionDef)
@@ -130,11 +129,11 @@ class Question:
         return "\n".join(reversed(lines))
 
     def prompt(self, lab: Lab) -> str:
-        """The question in words; may run what its numbers come from."""
-        return _Words().format(self.asked.question, lab)
+        """The text of the question; may run what its numbers need."""
+        return _LabFormatter().format(self.asked.question, lab)
 
     def why(self, lab: Lab) -> str:
-        return _Words().format(self.asked.why, lab)
+        return _LabFormatter().format(self.asked.why, lab)
 
     def choices_in(self, lab: Lab) -> list[str]:
         asked = self.asked
@@ -146,7 +145,7 @@ class Question:
         return not self.asked.needs or bool(lab.named(self.asked.needs))
 
     def answer(self, lab: Lab) -> Answered:
-        """Run what finds the answer; on the built-in model where the reader's own fails."""
+        """Compute the answer; with the built-in model if the reader's own fails."""
         try:
             return self._answer(lab)
         except Exception as error:
@@ -176,14 +175,14 @@ class Question:
 
 
 def _marks(kind: Kind, value: Any) -> list[str]:
-    """How a recorded stage writes a shape, or the rows of several parts."""
+    """A shape, or the rows of several parts, as a drawn stage writes them."""
     if kind == "shape":
         return [shape_text(value)]
     return [f"{each} x" for each in value] if kind == "numbers" else []
 
 
-class _Words(Formatter):
-    """Fills in names of the lab, looked up when a question needs them."""
+class _LabFormatter(Formatter):
+    """Replaces names of the lab by their values, which are computed when needed."""
 
     def get_value(self, key: int | str, args: Any, kwargs: Any) -> Any:
         return args[0].named(key)

@@ -1,7 +1,7 @@
-"""What lessons run: real steps, real workers, real files, each run once, when first asked for.
+"""The runs behind lessons: real steps, workers and files, each run once, when first needed.
 
-What is recorded is a `Trace`, the same data that `paceline trace` draws. Everything follows from
-the seed, the workers, the batch and the model, so other ones make other questions.
+Recorded steps are `Trace` objects, as drawn by `paceline trace`. All runs depend only on the seed,
+the workers, the batch and the model, so other values make other questions.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ EPOCHS = 5
 NAP_S, SLOW_S = 0.05, 0.02
 ISLANDS, EVERY, ISLAND_STEPS = 2, 4, 12
 TRIES = 4
-"""So often something is measured, until it is clear."""
+"""How many times something is measured at most, until the result is clear."""
 STEADY = 0.25
-"""Runs that are further apart say nothing."""
+"""The two fastest runs may differ by this share; otherwise the measurement is unreliable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnOptions:
-    """What the questions are about; None is what the lessons begin with."""
+    """The numbers in the questions; None means the lesson's default."""
 
     seed: int = 0
     workers: int | None = None
@@ -61,7 +61,7 @@ class LearnOptions:
 
     def __post_init__(self) -> None:
         check_whole("--seed", self.seed, 0, most=2**32 - 1)
-        # One has nothing to share, and more take long.
+        # One worker has nothing to share, and more than eight take too long.
         check_whole("--workers", self.workers, 2, or_none=True, most=MOST_WORKERS)
         if self.batch is not None and not (self.workers or 4) <= self.batch <= MOST_ROWS:
             raise UsageError(
@@ -71,7 +71,7 @@ class LearnOptions:
 
 
 def _run(task: Task, flags: Namespace) -> Trace:
-    """Trace a task with one thread for each replica: for models of this size others only wait."""
+    """Trace a task with one thread for each replica: models of this size do not use more."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -81,10 +81,9 @@ def _run(task: Task, flags: Namespace) -> Trace:
 
 
 class Runs:
-    """Runs what is asked for, and keeps it.
+    """Runs what questions need, and keeps the results.
 
-    `trouble` is why the reader's own model could not be used, in the engine's words; then the
-    built-in one takes its place.
+    `trouble` is the error with which the reader's own model failed; then the built-in one is used.
     """
 
     def __init__(self, options: LearnOptions) -> None:
@@ -104,16 +103,16 @@ class Runs:
 
     @property
     def about(self) -> str:
-        """What makes the questions these ones."""
+        """Identifies the set of questions, for saved progress."""
         return f"{self.seed} {self.workers} {self.many} {self.options.batch} {self.is_own}"
 
     def leave_own_model(self, error: Exception) -> None:
-        """Go on with the built-in model: anything can be wrong with a stranger's."""
+        """Continue with the built-in model, because the reader's own has failed."""
         said = str(error) if isinstance(error, PacelineError) else repr(error)
         self.trouble = f"{self.options.model} cannot be used here: {said}"
         self.is_own = False
         kept = ("options", "seed", "workers", "batch", "trouble", "is_own")
-        self.__dict__ = {name: self.__dict__[name] for name in kept}  # what was run is of no use
+        self.__dict__ = {name: self.__dict__[name] for name in kept}  # drop cached runs
 
     def make_task(self) -> Task:
         """The reader's own, or `Linear(10, 5)` on rows of five classes; the same at every call."""
@@ -151,7 +150,7 @@ class Runs:
     # Recorded steps.
 
     def _flags(self, **others: Any) -> Namespace:
-        """Those of `paceline trace`, about this lab."""
+        """The flags of `paceline trace` for this lab."""
         parser = ArgumentParser()
         add_arguments(parser)
         own = {"workers": self.workers, "batch": self.batch, "seed": self.seed}
@@ -159,9 +158,9 @@ class Runs:
         return Namespace(**{**vars(parser.parse_args([])), **own, **usual, **others})
 
     def _trace(self, task: Task, **others: Any) -> Trace:
-        """One recorded step, with a sample followed that is not the first."""
+        """Record one step; it follows a sample other than the first."""
         flags = self._flags(**others)
-        if flags.workers <= flags.batch <= len(task.dataset):  # else the engine says why not
+        if flags.workers <= flags.batch <= len(task.dataset):  # else `trace_task` raises
             rows = next(deal_batches(task, flags, epoch=0))
             flags.sample = rows[len(rows) * 2 // 3]
         return _run(task, flags)
@@ -185,7 +184,7 @@ class Runs:
 
     @cached_property
     def uneven(self) -> Trace:
-        """The same step with so many more devices that their parts differ, or with one less."""
+        """The same step on a number of devices that does not divide the batch."""
         parts = torch.arange(self.batch)
         more = range(self.workers + 1, min(MOST_WORKERS, self.batch) + 1)
         uneven = [n for n in more if len({len(part) for part in parts.chunk(n)}) > 1]
@@ -193,7 +192,7 @@ class Runs:
 
     @cached_property
     def same_rows(self) -> Trace:
-        """A step in which nobody dealt the rows out."""
+        """A step without a sampler, in which all workers have the same rows."""
         told = self._launch(scripts.without_sampler, self.make_task(), self.rows_each)
         return from_json(told[0])
 
@@ -201,11 +200,11 @@ class Runs:
     def rows_each(self) -> int:
         return max(1, self.batch // self.workers)
 
-    # One process, looked at closely.
+    # One process.
 
     @cached_property
     def calls(self) -> list[list[int]]:
-        """Which objects compute: in two calls without an update, and in one past the wrapper."""
+        """The modules that compute: in two calls without an update, and in a call of `.module`."""
         model = DataParallel(self.make_task().model, self.devices)
         inputs = self.load(list(range(self.batch)))
         seen: list[list[int]] = []
@@ -217,7 +216,7 @@ class Runs:
 
     @cached_property
     def nap_s(self) -> float:
-        """How long naps in all copies take together."""
+        """How long sleeping in all copies takes together."""
 
         class Nap(nn.Module):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -226,52 +225,52 @@ class Runs:
 
         model, x = DataParallel(Nap(), self.devices), torch.zeros(self.workers, 1)
         best_s = float("inf")
-        for _ in range(TRIES):  # the first one starts the threads; others at work only add time
+        for _ in range(TRIES):  # the first one starts the threads; other load only adds time
             begin_s = time.perf_counter()
             model(x)
             best_s = min(best_s, time.perf_counter() - begin_s)
         return best_s
 
     def count_calls(self, rows: int) -> scripts.Counting:
-        """A module that has been called by DataParallel on so many rows, and has counted."""
+        """A module that has counted its calls by DataParallel on this many rows."""
         counting = scripts.Counting()
         DataParallel(counting, self.devices)(torch.zeros(rows, 1))
         return counting
 
     @cached_property
     def displaced(self) -> str:
-        """What torch says where weights are on one device and rows on another."""
+        """torch's error for weights on one device and rows on another."""
         elsewhere = nn.Linear(FEATURES, CLASSES, device="meta")
         return scripts.raised(lambda: elsewhere(torch.zeros(2, FEATURES)).sum().item())
 
     # Several processes.
 
     def _launch(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        SGD([nn.Parameter(torch.zeros(1))])  # imports half of torch: once here, not per worker
+        SGD([nn.Parameter(torch.zeros(1))])  # imports the compiler: once here, not per worker
         return launch(function, *arguments, workers=self.workers, threads=1, label=False)
 
     @cached_property
     def meeting(self) -> list[dict[str, Any]]:
-        """What each worker of a prepared script knows and has, by rank."""
+        """The ranks and weights of each worker of a prepared script, by rank."""
         with tempfile.TemporaryDirectory(prefix="paceline-learn-") as folder:
             return self._launch(scripts.prepared, self.make_task(), self.seed, folder)
 
     @cached_property
     def other_model(self) -> list[str]:
-        """What each worker raises when the last one builds another model; empty where nothing."""
+        """Each worker's error when the last one builds another model; empty without one."""
         return self._launch(scripts.with_another_model)
 
     @cached_property
     def not_averaged(self) -> list[str]:
-        """What each worker raises after a step whose gradients were not averaged."""
+        """Each worker's error after a step whose gradients were not averaged."""
         return self._launch(scripts.without_averaging, self.seed)
 
     @cached_property
     def python_s(self) -> tuple[float, float]:
-        """How long a loop of plain Python takes beside another: in threads, in processes.
+        """How long two loops of plain Python take at once: in threads, in processes.
 
-        The best of some rounds: others at work can only make it longer, and threads that take
-        turns are never faster than twice the time of one.
+        The best of some tries: other load only adds time, and threads that take turns need at least
+        twice the time of one.
         """
         best_s = [float("inf")] * 2
         for _ in range(TRIES):
@@ -283,10 +282,10 @@ class Runs:
                 break
         return best_s[0], best_s[1]
 
-    # Who gets which rows.
+    # Sampling.
 
     def deal(self, rows: int, **options: Any) -> list[list[int]]:
-        """The sampler's own indices, by rank."""
+        """The sampler's indices, by rank."""
         found = []
         for rank in range(self.workers):
             sampler = DistributedSampler(range(rows), self.workers, rank, seed=self.seed, **options)
@@ -298,7 +297,7 @@ class Runs:
 
     @cached_property
     def epoch_losses(self) -> dict[str, float]:
-        """After one epoch with the same learning rate: of one worker, and of many in two ways."""
+        """Losses after one epoch with the same learning rate: one worker, and many in two ways."""
         rows = len(self.make_pipeline_task().dataset)
         small = min(self.single_batch, rows)
         large = min(small * self.many, rows)
@@ -315,12 +314,12 @@ class Runs:
         }
 
     def train_apart(self, every: int, islands: int = ISLANDS) -> scripts.Apart:
-        """Some steps on islands whose average is assigned in a round."""
+        """Train some steps on islands; a round assigns their average."""
         options = Islands(every=every, outer="sgd")
         return scripts.train_apart(self.make_task, self.batch, ISLAND_STEPS, options, islands)
 
     def compare_with_one(self, every: int) -> tuple[float, float]:
-        """How far islands end from one training of the same batches, and how far that went."""
+        """The distance of islands from one training on the same batches, and how far that moved."""
         one, apart = self.train_apart(1, 1).weights, self.train_apart(every).weights
         begin = scripts.flat_weights(self.make_task().model)
         return float((apart - one).norm()), float((one - begin).norm())
@@ -339,7 +338,7 @@ class Runs:
 
     @cached_property
     def study(self) -> Study:
-        """A training of seconds on one worker and on several, and where the time went."""
+        """A short training on one worker and on several, with attributed losses."""
         runs: dict[int, list[Profile]] = {1: [], self.workers: []}
         for _ in range(TRIES):
             for workers, profiles in runs.items():
@@ -351,12 +350,12 @@ class Runs:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the machine let two runs of the study be alike, so that it says something."""
+        """Whether the two fastest runs of each size are similar, so that the study is reliable."""
         return all(_are_near(size["runs_s"]) for size in self.study["sizes"])
 
     @cached_property
     def slow_run(self) -> tuple[Profile, list[str]]:
-        """The same with a last worker that takes longer, and what the workers say of it."""
+        """The same with a slow last worker, and the message about it."""
         return self._profile(self.workers, SLOW_S)
 
     def _profile(self, workers: int, slow_s: float = 0.0) -> tuple[Profile, list[str]]:
@@ -371,6 +370,6 @@ def are_steady(profiles: Sequence[Profile]) -> bool:
 
 
 def _are_near(seconds: Sequence[float]) -> bool:
-    """Whether the two fastest are alike: whatever else a machine does makes runs longer."""
+    """Whether the two fastest are similar; other load makes runs longer, never shorter."""
     first, second, *_ = [*sorted(seconds), math.inf]
     return second <= (1 + STEADY) * first

@@ -1,7 +1,7 @@
-"""What a reader has done so far, kept in one small file of theirs.
+"""A reader's progress, saved in one small file.
 
-A file that cannot be read, or is not ours, is put aside and never written over. Where nothing can
-be kept, lessons work all the same.
+A file that cannot be read, or is not a progress file, is renamed and never overwritten. Lessons
+work even if progress cannot be saved.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ LIMIT_BYTES = 2**18
 
 @dataclass(slots=True, kw_only=True)
 class Prediction:
-    """What a reader said to one question, and what was found."""
+    """A reader's answer to one question, and the result."""
 
     question: str
     said: str
-    """Empty where they would rather be shown."""
+    """Empty if the reader asked for the answer."""
     found: str
     verdict: str
-    """`right`, `second try`, `wrong`, `shown`, or `not scored` where no measurement was sure."""
+    """`right`, `second try`, `wrong`, `shown`, or `not scored` for an unreliable measurement."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Score:
-    """How one lesson, or the challenge, went the last time, or goes so far."""
+    """The score of one lesson, or of the challenge: the last one, or the current one."""
 
     right: int = 0
     """At the first try."""
@@ -42,7 +42,7 @@ class Score:
     """Those that count."""
     is_done: bool = False
     about: str = ""
-    """Which numbers the questions were about: with others they are other questions."""
+    """Identifies the questions: other numbers make other questions."""
     predictions: dict[str, Prediction] = field(default_factory=dict)
 
     def add(self, name: str, prediction: Prediction) -> None:
@@ -53,7 +53,7 @@ class Score:
 
 @dataclass(slots=True, kw_only=True)
 class Done:
-    """Everything that is remembered."""
+    """All saved progress."""
 
     schema: int = SCHEMA
     lessons: dict[str, Score] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Done:
 
 
 class Memory:
-    """The file, what is in it, and what there is to say about it."""
+    """The progress file, its contents, and a remark if it failed."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or Path(_data_home(), "paceline", "learn.json")
@@ -96,7 +96,7 @@ class Memory:
             self.remark = f"{self.path} cannot be read, so progress is not kept. {why}"
 
     def save(self) -> None:
-        """Write the file as a whole; a disk that refuses stops no lesson."""
+        """Write the file atomically; a failing disk does not stop a lesson."""
         try:
             make_private(self.path.parent)
             replace_file(self.path, [json.dumps(asdict(self.done), indent=1), "\n"])
@@ -111,7 +111,7 @@ class Memory:
 
 
 def _data_home() -> str:
-    """Where programs of this user keep what they remember: XDG_DATA_HOME, or ~/.local/share."""
+    """The folder for user data: XDG_DATA_HOME, or ~/.local/share."""
     given = env.read("XDG_DATA_HOME")
-    # A relative path is to be ignored, says the specification.
+    # The XDG specification requires that a relative path be ignored.
     return given if os.path.isabs(given) else os.path.expanduser("~/.local/share")

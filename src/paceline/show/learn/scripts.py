@@ -1,6 +1,6 @@
-"""The small scripts that lessons run: a good one, and some that are broken on purpose.
+"""The small scripts that lessons run: a correct one, and some that are broken on purpose.
 
-Each is what a reader would write. What they return is plain data, by rank.
+Each is what a reader might write, and returns plain data, by rank.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ SPINS = 400_000
 
 
 def prepared(task: Task, seed: int, folder: str) -> dict[str, Any]:
-    """A script with every step it needs, noted as it is done."""
+    """A complete script for several processes, which records its steps."""
     steps = []
     with init_process_group(device_id=CPU) as world:
         steps.append("meet: init_process_group()")
         if world.rank:
-            draw_weights(task.model, seed + world.rank)  # nobody has the weights of another
+            draw_weights(task.model, seed + world.rank)  # every worker has different weights
         model = task.model.to(world.device)
         steps.append("place: model.to(world.device)")
         before = first_weight(model)
@@ -76,14 +76,14 @@ def prepared(task: Task, seed: int, folder: str) -> dict[str, Any]:
 
 
 def with_another_model() -> str:
-    """The last worker builds a model with one more output; what is raised, if anything."""
+    """The last worker builds a model with one more output; returns the error, if any."""
     with init_process_group(device_id=CPU) as world:
         outputs = 5 + (world.rank == world.size - 1)
         return raised(lambda: DistributedDataParallel(nn.Linear(10, outputs)))
 
 
 def without_averaging(seed: int) -> str:
-    """Every worker steps with its own gradients; what a comparison of the copies then raises."""
+    """Every worker steps with its own gradients; returns the error of comparing the copies."""
     with init_process_group(device_id=CPU) as world:
         model = DistributedDataParallel(nn.Linear(10, 5))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -96,7 +96,7 @@ def without_averaging(seed: int) -> str:
 
 
 def without_sampler(task: Task, rows: int) -> dict[str, Any]:
-    """A recorded step in which every worker takes the first rows: nobody deals them out."""
+    """A recorded step in which every worker takes the first rows: there is no sampler."""
     with init_process_group(device_id=CPU):
         model = DistributedDataParallel(task.model)
         optimizer = task.optimizer(model.parameters())
@@ -121,7 +121,7 @@ def take_step(model: Any, task: Task, batch: Any, recording: Any = None) -> None
 
 
 def timed_steps(folder: str, seed: int, slow_s: float) -> str:
-    """A training of a second or so, recorded, with what its workers say about their pace.
+    """A training of about a second, recorded; returns the messages about slow workers.
 
     The last worker may be slow on purpose.
     """
@@ -147,16 +147,16 @@ def timed_steps(folder: str, seed: int, slow_s: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """What a short training on islands has come to."""
+    """The results of a short training on islands."""
 
     locals: list[float]
     """The first weight on each island before the first round."""
     average: float
-    """The same after it, on all."""
+    """The first weight after it, equal on all."""
     weights: Tensor
-    """All weights in the end."""
+    """All final weights."""
     rounds: list[int]
-    """After which steps there was one."""
+    """The steps that ended with a round."""
 
 
 def train_apart(
@@ -191,24 +191,24 @@ def flat_weights(model: nn.Module) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedFile:
-    """Weights that torch's DataParallel saved, and what became of loading them."""
+    """Weights saved under torch's DataParallel, and the results of loading them."""
 
     bare: list[str]
     """Names in the model."""
     names: list[str]
     """Names in the file."""
     refusal: str
-    """What torch's `load_state_dict` raised; empty where it took them."""
+    """The error of torch's `load_state_dict`; empty if it loads them."""
     loaded: list[str]
     renamed: dict[str, str]
     is_equal: bool
-    """Whether ours left the model with the bits that were saved."""
+    """Whether the model has the saved bits after `load_weights`."""
     back: str
-    """What torch's wrapped model says of a file without `module.`."""
+    """The error of torch's wrapped model for a file without `module.`."""
 
 
 def save_and_load(make: Callable[[], Task]) -> SavedFile:
-    """Save under torch's wrapper, then load without it: in torch's way, and in ours."""
+    """Save under torch's wrapper, then load without it: with torch, and with `load_weights`."""
     trained, fresh = make().model, make().model
     draw_weights(trained, 1)
     with tempfile.TemporaryDirectory(prefix="paceline-learn-") as folder:
@@ -230,7 +230,7 @@ def save_and_load(make: Callable[[], Task]) -> SavedFile:
 
 
 def raised(call: Callable[[], object]) -> str:
-    """What a call raises; empty where it works."""
+    """The error that a call raises; empty if it succeeds."""
     try:
         call()
     except Exception as error:
@@ -263,7 +263,7 @@ def parallel_loop(task: Task, devices: list[str]) -> None:
 
 
 class Counting(nn.Module):
-    """Notes how many rows each call has, and in which process."""
+    """Records the rows and the process of each call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class Counting(nn.Module):
 
 
 def spin() -> float:
-    """Plain Python, several times; how long it usually took."""
+    """Run plain Python several times; returns the median time."""
     times_s = []
     for _ in range(7):
         begin_s = time.perf_counter()
@@ -285,4 +285,4 @@ def spin() -> float:
         for number in range(SPINS):
             total += number
         times_s.append(time.perf_counter() - begin_s)
-    return median(times_s)  # the first and the last may have had nobody beside them
+    return median(times_s)  # the first and last may have run alone

@@ -1,8 +1,8 @@
-"""A lesson on a terminal: predict, run, compare, break it, and explain it in one's own words.
+"""A lesson on a terminal: predict, run, compare, break it, and explain it in your own words.
 
-What is typed is read as a value (`values`); what cannot be read is asked for again and never
-counted. Enter alone shows the answer, `q` leaves. Every answer is kept as soon as it is compared,
-so a lesson continues where it stopped, however it was left.
+Typed answers are parsed as values (`values`); one that cannot be parsed is asked for again and
+never counted. Enter alone shows the answer, `q` leaves. Every answer is saved as soon as it is
+compared, so a lesson continues where it stopped, however it ended.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ SHORT_S = 0.01
 
 
 class Leave(Exception):
-    """The reader wants to stop here."""
+    """The reader has left the lesson."""
 
 
 class Session:
-    """What is shown and asked, on one terminal, about one lab."""
+    """Asks questions about one lab on one terminal."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Session:
     # Showing and asking.
 
     def say(self, text: str = "", indent: str = "") -> None:
-        """Text as paragraphs, no wider than reads well."""
+        """Print text as paragraphs of limited width."""
         width = min(self.screen.width, WIDTH)
         for paragraph in text.splitlines() or [""]:
             self.screen.show(wrap(paragraph, width, indent) or [""])
@@ -66,7 +66,7 @@ class Session:
         return typed
 
     def _put(self, question: Question) -> list[str]:
-        """Show the question; its choices."""
+        """Show the question; returns its choices."""
         choices = question.choices_in(self.lab)
         self.say(question.prompt(self.lab))
         for letter, choice in zip(values.LETTERS, choices, strict=False):
@@ -74,7 +74,7 @@ class Session:
         return choices
 
     def ask_value(self, question: Question) -> Any:
-        """What the reader predicts; None where they would rather be shown."""
+        """Ask for a prediction; None if the reader asks for the answer."""
         choices = self._put(question)
         asked = question.asked
         form = values.form_of(asked.kind, choices, asked.unit)
@@ -100,7 +100,7 @@ class Session:
     # One question.
 
     def play(self, question: Question) -> tuple[Prediction, Answered]:
-        """Predict, run, compare, perhaps predict again; what was said, and the answer."""
+        """Predict, run, compare, perhaps predict again; returns the prediction and the answer."""
         typed = self.ask_value(question)
         self.say("Running it ...", INDENT)
         answered = question.answer(self.lab)
@@ -129,9 +129,9 @@ class Session:
         return told, answered
 
     def _try_again(self, question: Question, answered: Answered, said: str) -> Any:
-        """Another prediction, after something smaller was run for whoever wants that."""
+        """Ask for another prediction; a hint runs a smaller example first."""
         has_hint = answered.kind in ("shape", "number", "numbers")
-        hint = " h runs something smaller first." if has_hint else ""
+        hint = " h runs a smaller example first." if has_hint else ""
         self.say(f"{BAD} It is not {said}. Try once more, or press Enter to see it.{hint}")
 
         def show_hint() -> None:
@@ -142,7 +142,7 @@ class Session:
         return self._read_value(question, answered.choices, show_hint if has_hint else None)
 
     def show_evidence(self, answered: Answered) -> None:
-        """Why it is so, the recorded stage with the answer marked in it, what was printed."""
+        """Show the reason, the recorded stage with the answer marked, and the output."""
         self.say(answered.why, INDENT)
         if answered.stage is not None:
             self.screen.show([""])
@@ -151,7 +151,7 @@ class Session:
             self.screen.show([""])
         for line in answered.evidence:
             self.screen.show(_fitted(line, self.screen.width))
-        if answered.seconds > SHORT_S:  # else a run before had shown it already
+        if answered.seconds > SHORT_S:  # else an earlier run is reused
             self.say(f"(run just now in {seconds_text(answered.seconds)})", INDENT)
 
     def _stage(self, answered: Answered) -> Iterable[str]:
@@ -161,8 +161,8 @@ class Session:
             is_marked = line.startswith("    ") and any(each in line for each in answered.mark)
             yield mark + line[4:] if is_marked and line[4] in "│|" else line
 
-    def go_on(self, answered: Answered) -> None:
-        """Wait, and show the code to whoever wants to see it, or write it down."""
+    def wait_for_enter(self, answered: Answered) -> None:
+        """Wait for Enter; on request show the code, or save it."""
         while True:
             typed = self._input("Enter: continue, c: its code, s: save the code. ").lower()
             if typed in ("c", "code"):
@@ -179,7 +179,7 @@ class Session:
     # Lessons, cards, the challenge.
 
     def lesson(self, lesson: Lesson) -> None:
-        """All of one lesson, from where it was left."""
+        """Play one lesson, from where it was left."""
         asked = [question for question in self.questions if question.lesson == lesson.name]
         score = self._begin(lesson.name, "question")
         for number, question in enumerate(asked, start=1):
@@ -198,7 +198,7 @@ class Session:
         self.say(f"Next: paceline learn {following[0].name if following else 'challenge'}")
 
     def _begin(self, name: str, thing: str) -> Score:
-        """The score of a lesson that was left, or a new one."""
+        """The score of a lesson that was begun, or a new one."""
         score = self.memory.done.begun.get(name)
         if score is None or score.about != self.lab.about:
             return Score(about=self.lab.about)
@@ -206,16 +206,16 @@ class Session:
         return score
 
     def _note(self, name: str, score: Score, question: Question) -> bool:
-        """Ask one question, and keep what was said before anything else can happen."""
+        """Ask one question, and save the prediction at once."""
         told, answered = self.play(question)
         score.add(question.name, told)
         self.memory.done.begun[name] = score
         self._save()
-        self.go_on(answered)
+        self.wait_for_enter(answered)
         return told.verdict in ("right", "not scored")
 
     def _finish(self, name: str, score: Score) -> None:
-        """A finished lesson stays finished until it is finished again."""
+        """Record the score of a finished lesson; it replaces an earlier one."""
         score.is_done = True
         self.memory.done.lessons[name] = score
         self.memory.done.begun.pop(name, None)
@@ -227,7 +227,7 @@ class Session:
         self._input("Say it or write it down, then press Enter. ")
         named = 0
         for point in question.points:
-            named += self._is_yes(f"{INDENT}{point}: did you say so? [y/n] ")
+            named += self._is_yes(f"{INDENT}{point}: did you say this? [y/n] ")
         self.screen.show([""])
         return named
 
@@ -249,7 +249,7 @@ class Session:
             self.memory.remark = ""
 
     def cards(self) -> None:
-        """Every question as a card: those first that were not known the last time."""
+        """Every question as a card; those that were not known the last time come first."""
         known = self.memory.done.cards
         deck = list(self.questions)
         random.Random(self.lab.seed).shuffle(deck)
@@ -285,7 +285,7 @@ class Session:
         self.say(f"Solved: {sum(solved)} of {count_text(len(solved), 'problem')}.")
 
     def review(self) -> None:
-        """Everything that was predicted so far, beside what was found."""
+        """All predictions so far, beside the results."""
         done = self.memory.done
         for name in [*(lesson.name for lesson in LESSONS), "challenge"]:
             score = done.begun.get(name) or done.lessons.get(name)
@@ -295,7 +295,7 @@ class Session:
 
 
 def _has_second_try(answered: Answered) -> bool:
-    """Not where one answer is left, or a measurement would only be guessed again."""
+    """Whether a second try makes sense: not for two choices, nor for measurements."""
     return not answered.tolerance and not (answered.kind == "choice" and len(answered.choices) < 3)
 
 
@@ -306,9 +306,9 @@ def _verdict_text(verdict: str, said: Sequence[str], answered: Answered) -> str:
         case "right" | "second try":
             return f"{GOOD} {answered.shown}{close}{again}"
         case "wrong":
-            return f"{BAD} You said {said[-1]}. The answer is {answered.shown}."
+            return f"{BAD} You answered {said[-1]}. The answer is {answered.shown}."
         case "not scored":
-            told = f"You said {said[-1]}. " if said else ""
+            told = f"You answered {said[-1]}. " if said else ""
             return (
                 f"{told}Measured: {answered.shown}. Not counted: the machine is too busy for a "
                 "reliable measurement."
@@ -317,10 +317,10 @@ def _verdict_text(verdict: str, said: Sequence[str], answered: Answered) -> str:
 
 
 def review_lines(score: Score, width: int) -> Iterator[str]:
-    """What was predicted beside what was found: first what to look at again."""
+    """Predictions beside results, wrong ones first."""
     marks = {"right": GOOD, "second try": GOOD, "wrong": BAD}
     later = ("wrong", "shown", "not scored", "second try", "right")
-    yield from ("", "What you said, and what was found:", "")
+    yield from ("", "Your answers and the results:", "")
     for each in sorted(score.predictions.values(), key=lambda each: later.index(each.verdict)):
         said = each.said or "nothing"
         lead = f"{marks.get(each.verdict, ' ')} "
@@ -332,20 +332,20 @@ def review_lines(score: Score, width: int) -> Iterator[str]:
 
 
 def _save_code(answered: Answered) -> str:
-    """Write the code into this folder, over nothing that is there; what to say about it."""
+    """Save the code as a new file in this folder; returns what to print about it."""
     path = Path(f"{answered.name.replace('-', '_')}.py")
     try:
         with open(path, "x") as file:
             file.write(answered.code)
     except FileExistsError:
-        return f"{path} is there already, and is left as it is."
+        return f"{path} exists already, and is left as it is."
     except OSError as error:
         return f"{path} cannot be written here: {error.strerror}."
     return f"Written. To run it: python {path}"
 
 
 def _fitted(line: str, width: int) -> list[str]:
-    """A line that was printed somewhere, indented; what is too long goes on below."""
+    """A line of output, indented, and wrapped with a hanging indent."""
     inner = line.expandtabs(2).rstrip()
     lead = INDENT + " " * (len(inner) - len(inner.lstrip()))
     return wrap(inner.lstrip(), width, lead + INDENT, lead) or [""]

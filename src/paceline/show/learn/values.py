@@ -1,8 +1,8 @@
-"""What a reader types, read as a value and compared as one.
+"""Parsing a reader's answers as values, and comparing them.
 
 `(16, 5)`, `16x5`, `[16,5]` and `torch.Size([16, 5])` are the same shape; `3.33x` and `10/3` the
-same number; `b`, `B)` and the words of the second choice the same choice. What cannot be read is no
-answer at all: it is asked for again.
+same number; `b`, `B)` and the words of the second choice the same choice. Anything else is not an
+answer, and the question is asked again.
 """
 
 from __future__ import annotations

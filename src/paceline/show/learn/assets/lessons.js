@@ -1,5 +1,5 @@
-// Draws the lessons from the document in this file: fields to type into, cards to turn, recorded
-// steps to step through. What is typed is compared as a value. Text goes in as text only.
+// Draws the lessons from the document in this file: input fields, cards, recorded steps. Answers are
+// compared as values. Text is inserted as text only, never as markup.
 
 const LETTERS = "abcdefghijkl";
 const UNITS = { kb: 1e3, mb: 1e6 };
@@ -7,7 +7,7 @@ const PLAIN_UNITS =
   /^(x|times|%|percent|b|ms|milliseconds|(byte|row|worker|device|line|step|file|epoch|tensor)s?|process(es)?|cop(y|ies)|)$/;
 const ROUNDING = 0.015;
 
-// What was typed, as a value; null where it is none.
+// The typed answer as a value; null if it cannot be parsed.
 function readNumber(text) {
   const plain = text
     .replace(/(^|[^0-9])([0-9]{1,3}(?:,[0-9]{3})+)(?![0-9])/g, (all) => all.replaceAll(",", ""))
@@ -99,7 +99,7 @@ function RecordedStage({ data, place: [name, stageName], mark }) {
   </div>`;
 }
 
-// Lines of a table keep their columns; sentences wrap.
+// Lines of a table keep their columns; sentences are wrapped.
 function isTabular(line) {
   return !line.trim() || /\S {2,}\S|^ /.test(line);
 }
@@ -111,12 +111,12 @@ function Evidence({ data, question }) {
     ${stage && html`<${RecordedStage} ...${{ data, mark }} place=${stage} />`}
     ${
       evidence.length > 0 &&
-      html`<div class="printed" tabindex="0" role="region" aria-label="What was printed">
+      html`<div class="printed" tabindex="0" role="region" aria-label="Output">
         ${evidence.map((line) => html`<p class=${isTabular(line) ? "tabular" : ""}>${line}</p>`)}
       </div>`
     }
     <details>
-      <summary>The code that found it</summary>
+      <summary>The code that computed it</summary>
       <pre class="printed" tabindex="0" role="region" aria-label="Code">${code}</pre>
     </details>
   </div>`;
@@ -161,7 +161,7 @@ function Field({ question, id, typed, setTyped }) {
     <span id=${id + "-form"} class="form">${sentence(question.form)}</span>`;
 }
 
-// Predict, then compare. What cannot be read is asked for again, and never counted.
+// Predict, then compare. An answer that cannot be parsed is asked for again, and never counted.
 function Question({ data, question, note, place = "" }) {
   const [typed, setTyped] = useState(""),
     [verdict, setVerdict] = useState(null),
@@ -271,7 +271,7 @@ function LessonPanel({ data, lesson, number, note }) {
     <h2 id=${lesson.name + "-title"}><span class="ordinal">${number}</span>${lesson.title}</h2>
     <p class="lead">${lesson.introduction}</p>
     <div class="controls">
-      <button type="button" class="back" aria-label="Question before" onClick=${() => go(now - 1)}>
+      <button type="button" class="back" aria-label="Previous question" onClick=${() => go(now - 1)}>
         ◀
       </button>
       <span class="place" role="status">${place}</span>
@@ -307,9 +307,9 @@ function Cards({ data, cards }) {
   };
   return html`<section id="cards" aria-labelledby="cards-title" onKeyDown=${onKey}>
     <h2 id="cards-title">Cards</h2>
-    <p class="lead">Say the answer, then turn the card. Arrow keys go to the next one and back.</p>
+    <p class="lead">Say the answer, then turn the card. Arrow keys go to the next and the previous one.</p>
     <div class="controls">
-      <button type="button" class="back" aria-label="Card before" onClick=${() => go(now - 1)}>
+      <button type="button" class="back" aria-label="Previous card" onClick=${() => go(now - 1)}>
         ◀
       </button>
       <span class="place" role="status">Card ${now + 1} of ${cards.length}</span>
@@ -334,7 +334,7 @@ function Cards({ data, cards }) {
   </section>`;
 }
 
-// One of the five problems: a few of the questions above, to be answered once more here.
+// One of the five problems: some of the questions above, to be answered again.
 function Problem({ data, number, title, asked }) {
   const [results, setResults] = useState({});
   const note = (name, isRight) => setResults((before) => ({ ...before, [name]: isRight }));
@@ -405,17 +405,17 @@ function PipelinePanel({ data }) {
   </section>`;
 }
 
-// An element with what is in it, from plain data: text stays text.
+// An element with its contents, from plain data: text stays text.
 function drawn([name, attributes, text, inside]) {
   return h(name, attributes, text, inside.map(drawn));
 }
 
-// The reader's own predictions beside what was found, those to look at again first.
+// The reader's answers beside the results, wrong ones first.
 function Review({ questions, results }) {
   const told = questions.filter((question) => question.name in results);
   told.sort((a, b) => results[a.name].isRight - results[b.name].isRight);
   return html`<section id="review" aria-labelledby="review-title">
-    <h2 id="review-title">What you said, and what was found</h2>
+    <h2 id="review-title">Your answers and the results</h2>
     ${told.length === 0 && html`<p class="lead">Every question that you answer appears here.</p>`}
     ${
       told.length > 0 &&
@@ -459,7 +459,7 @@ function LessonsPage({ data }) {
     ["challenge", "Five problems"],
     ["cards", "Cards"],
     ["pipeline", "One batch, stage by stage"],
-    ["review", "What you said, and what was found"],
+    ["review", "Your answers and the results"],
   ];
   const right = done.filter((each) => results[each.name].isRight).length;
   return html`<header class="top">

@@ -1,7 +1,7 @@
 // A chart: curves by uPlot, with a tip that follows the pointer and the arrow keys. Charts of one
-// group have one crosshair and one zoom.
+// group share the crosshair and the zoom.
 
-// Curves. Columns of a curve: x, mean, lowest, highest. See rangeOf for what is cut off.
+// Curves. Columns of a curve: x, mean, lowest, highest. rangeOf decides what is cut off.
 const NEAR_PX = 40,
   LAYERS = 4;
 
@@ -35,8 +35,8 @@ function rangeOf(curves, { zero = false, yLog = false, shown = null }) {
   return [zero ? low : low - margin, high + margin, cut];
 }
 
-// What a reader's eye would do: a straight line through the points around each, over so many
-// thousandths of the curve. Ahead and behind alike, so a curve that falls is not shown late.
+// Smoothing: a line fitted to the points around each, over so many thousandths of the curve. Centred, so
+// that a falling curve is not delayed.
 function smoothed(values, smoothing) {
   const reach = Math.max(2, Math.round((values.length * smoothing) / 1000)),
     weights = Array.from({ length: 2 * reach + 1 }, (_, i) =>
@@ -63,7 +63,7 @@ const SMOOTHED_FROM = 20,
 const isSmoothed = ({ smooth, columns }, smoothing) =>
   smooth && smoothing > 0 && columns[0].length >= SMOOTHED_FROM;
 
-// As uPlot takes them: for every curve what was measured, the band around it, and the smoothed line.
+// In uPlot's format: for every curve the measured values, the band around them, and the smoothed line.
 function layersOf(curves, yLog, smoothing) {
   const drawn = (column) => (yLog ? column.map((each) => (each > 0 ? each : null)) : column);
   return uPlot.join(
@@ -105,8 +105,7 @@ function seriesOf({ look, dots, dash, bars, smooth }, now, smoothing) {
   ];
 }
 
-// Where epochs end: a line through the curves and its number above them, as many as there is room
-// for.
+// Ends of epochs: a line through the curves and a number above them, as many as fit.
 function drawTicks(plot, ticks) {
   const { ctx: pen, bbox } = plot,
     { min, max } = plot.scales.x,
@@ -211,7 +210,7 @@ function chartOptions({ curves, xLabel, group, log, yLog, marks, height }, now, 
   };
 }
 
-// Marks of a scale by powers of ten: 1, 2 and 5 of each, fewer where it is long.
+// Ticks of a logarithmic scale: 1, 2 and 5 of each power of ten, fewer on a long scale.
 function roundSteps(low, high) {
   const powers = Math.log10(high / low),
     heads = powers > 4 ? [1] : powers > 1.5 ? [1, 5] : powers > 0.6 ? [1, 2, 5] : null;
@@ -229,7 +228,7 @@ function powersOfTwo(low, high) {
   return found.filter((_, i) => i % (1 + (found.length >> 3)) === 0);
 }
 
-// What part of the axis all charts of a group show; null is all of it.
+// The part of the axis that all charts of a group show; null means all of it.
 const zooms = new Map(),
   zoomListeners = new Set();
 
@@ -293,7 +292,7 @@ function Chart(props) {
   now.current = { curves, say, range, marks, ticks, shown, smoothing };
   const shape = curves.map(({ look, label }) => [look, label]);
   const key = JSON.stringify([shape, log, yLog, height]);
-  // Only other curves or another scale make another plot; new points are put into the one there is.
+  // A new plot is made only for other curves or another scale; new points are added to the existing one.
   useEffect(() => {
     view.current = chartView(props, { box, holder, tip }, () => now.current, setShown);
     return view.current.end;
@@ -337,7 +336,7 @@ function Chart(props) {
   </figure>`;
 }
 
-// One plot, until its curves are others: `now()` is what it shows at the moment.
+// One plot, as long as its curves are the same: `now()` returns its current data.
 function chartView(props, { box, holder, tip }, now, setShown) {
   const { xLabel = "step", log = false, yLog = false, marks = null, height = 212, group } = props;
   const place = holder.current;

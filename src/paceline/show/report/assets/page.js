@@ -1,21 +1,21 @@
-// Draws the report from the document in this file. A panel is a function of its part of the
-// document, so whatever has such a document can show the same panels. Text goes in as text only.
+// Draws the report from the document in this file. A panel is a pure function of its part of the
+// document, so the live page can show the same panels. Text is inserted as text only, never as markup.
 
-// The page: what was recorded, section by section, and in the end what was not. A section has a
-// name, a panel, a title, what is to be known of it, and what is said where there is nothing to show.
+// The sections of the page, and at its end those without data. A section has a name, a panel, a title,
+// an explanation, and the text for a run without its data.
 const SECTIONS = [
   [
     "learning",
     Learning,
-    "How it learned",
+    "Loss and metrics",
     "Every curve counts each sample once, whichever worker had it. " +
-      "Samples per second are those of all workers, by the time that passed.",
+      "Samples per second are those of all workers, per elapsed second.",
     "nothing was recorded step by step, so there are no curves.",
   ],
   [
     "pipeline",
     Pipeline,
-    "One batch, step by step",
+    "One batch through a step",
     "Data parallelism: every worker has a copy of the model, computes on its part of the batch, " +
       "and all copies get the same update.",
     html`no batch was recorded; <code>paceline run --trace-step 12</code> does that.`,
@@ -23,14 +23,14 @@ const SECTIONS = [
   [
     "workers",
     Workers,
-    "Who worked, who waited",
+    "Work and waiting by worker",
     "All workers finish a step together, so each step takes as long as the slowest one.",
     "none has finished a step.",
   ],
   [
     "generations",
     Generations,
-    "Who died, who joined",
+    "Workers that died or joined",
     "A worker that dies is replaced, and the others continue with the step they were in.",
     "",
   ],
@@ -38,30 +38,29 @@ const SECTIONS = [
     "islands",
     Islands,
     "Between islands",
-    "Islands train apart, and average their parameters in rounds. This is one of them; the others " +
-      "have pages of their own.",
+    "Islands train separately, and average their parameters in rounds. This is one of them; each of " +
+      "the others has its own page.",
     "",
   ],
   [
     "timeline",
     Timeline,
-    "When it happened",
+    "Timeline",
     "",
-    html`when each worker did what was not recorded; <code>paceline run --timeline</code> does.`,
+    html`no timeline was recorded; <code>paceline run --timeline</code> records one.`,
   ],
   [
     "scaling",
     Scaling,
-    "What more workers bring",
+    "Scaling",
     "",
-    html`the job was not measured on several numbers of workers; <code>paceline scale</code> does.`,
+    html`the job was not measured on several numbers of workers; <code>paceline scale</code> does that.`,
   ],
-  ["checkpoints", Checkpoints, "What was saved", "", "none was written."],
+  ["checkpoints", Checkpoints, "Checkpoints", "", "none was written."],
   ["details", Details, "Settings and messages", "", ""],
 ];
 
-// A panel is drawn again when its data are others, and what one cannot draw leaves the others as
-// they are.
+// A panel is drawn again when its data change, and a panel that fails does not affect the others.
 class Safe extends preact.Component {
   componentDidCatch(error) {
     this.setState({ error, failed: this.props.data });
@@ -85,7 +84,7 @@ class Safe extends preact.Component {
 const titleFor = ([name, , title], data) =>
   title instanceof Function ? title(data[name]) : title;
 
-// What is folded stays so in this browser, where it remembers anything.
+// Folded sections stay folded in this browser, if it has local storage.
 const memory = {
   read: (key) => {
     try {
@@ -98,7 +97,7 @@ const memory = {
     try {
       localStorage.setItem("paceline " + key, value);
     } catch {
-      // Nothing is remembered.
+      // Without local storage nothing is remembered.
     }
   },
 };
@@ -133,7 +132,7 @@ function Section({ name, Panel, title, lead, data }) {
   </section>`;
 }
 
-// Of its sections, the first `drawn` are. `summary` is what is always in sight.
+// Draws the first `drawn` of the sections. `summary` is always visible.
 function Page({ data, sections = SECTIONS, drawn = sections.length, Head = Overview, ...rest }) {
   const shown = sections.filter(([name]) => data[name]),
     absent = sections.filter(([name, , , , why]) => !data[name] && why),
@@ -175,7 +174,7 @@ function Page({ data, sections = SECTIONS, drawn = sections.length, Head = Overv
           ${
             absent.length > 0 &&
             html`<section id="absent" aria-labelledby="absent-title">
-              <h2 id="absent-title">What was not recorded</h2>
+              <h2 id="absent-title">Not recorded</h2>
               <ul>
                 ${absent.map(
                   ([, , title, , why]) => html`<li><b>${title}</b>: ${why}</li>`,
@@ -203,7 +202,7 @@ function Report({ data }) {
   <//>`;
 }
 
-// A page without a document in it is drawn by whoever gets one.
+// A page without a document, such as the live page, is drawn by the script that receives one.
 const inside = document.getElementById("data");
 if (inside)
   render(

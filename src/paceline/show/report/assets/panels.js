@@ -12,7 +12,7 @@ function Overview({ data }) {
   </section>`;
 }
 
-// What happened, in sentences; of a run that ended too early the first one says why.
+// The sentences about the run; if it ended too early, the first one says why.
 const BAD_ENDS = ["failed", "killed", "silent"];
 
 function Story({ data: { sentences, traceback = [] }, state }) {
@@ -51,7 +51,7 @@ function Missing({ missing }) {
   return (
     missing.length > 0 &&
     html`<div class="missing">
-      <strong>What this page cannot show</strong>
+      <strong>Missing on this page</strong>
       <ul>
         ${missing.map((each) => html`<li>${each}</li>`)}
       </ul>
@@ -59,7 +59,7 @@ function Missing({ missing }) {
   );
 }
 
-// What a metric is called where its name is one for programs.
+// Titles of metrics whose names are not meant for people.
 const TITLES = {
     grad_norm: "gradient norm",
     island_drift: "how far islands are from their average",
@@ -100,7 +100,7 @@ function Learning({ data: { charts, epochs, evaluations } }) {
     <${Epochs} ...${{ epochs, evaluations, shares }} />`;
 }
 
-// How much noisy curves are smoothed; what was measured is drawn pale behind them.
+// How much noisy curves are smoothed; measured values are drawn pale behind them.
 function Smoothing({ smoothing, onChange }) {
   return html`<label class="slider"
     >Smoothing<input
@@ -141,7 +141,7 @@ function Metric({ name, curves, is_share = false, first_bad = null, ticks, yLog,
 
 const ROWS_LIMIT = 60;
 
-// At most so many rows, evenly spread, the first and the last among them.
+// At most this many rows, evenly spread, including the first and the last.
 function spread(rows) {
   const apart = Math.max(1, (rows.length - 1) / (ROWS_LIMIT - 1));
   return rows.filter((_, i) => Math.floor(i / apart) > Math.floor((i - 1) / apart));
@@ -187,7 +187,7 @@ function Epochs({ epochs, evaluations, shares }) {
     ${left > 0 && html`<${Note}>${count(left, "epoch")} between these rows are left out.<//>`}`;
 }
 
-// Waiting belongs to whoever is waited for, so it is hatched.
+// Waiting is caused by another worker, so it is hatched.
 function Workers({ data: { verdict, look, slow_ranks: slow, phases, ranks, ranks_in_all: inAll } }) {
   const wholeOf = (rank) => Object.values(rank.phases_s).reduce((a, b) => a + b, 0),
     measured = ranks.filter(wholeOf);
@@ -252,7 +252,7 @@ function Generations({ data: { verdict, columns, events } }) {
       curves=${[{ label: "workers", look: "measured", columns, dots: false }]}
     />
     <${Table}
-      caption="What happened"
+      caption="Events"
       head=${["after", "in step", "what", "workers then"]}
       rows=${rows}
       words=${[2]}
@@ -353,12 +353,12 @@ function Scaling({ data: { mode, measured, predicted, meanings, suggestion, chec
     <${Losses} ...${{ measured, meanings }} />
     ${
       suggestion &&
-      html`<h3>One thing to try</h3>
+      html`<h3>Suggestion</h3>
         <p>${sentence(suggestion)}</p>`
     }
     ${
       check &&
-      html`<h3>How good the prediction is</h3>
+      html`<h3>Accuracy of the prediction</h3>
         <p>${sentence(check)}</p>`
     }`;
 }
@@ -375,8 +375,8 @@ function Losses({ measured, meanings }) {
       .map((name) => [name, lost[name] / 100, name + ": " + say(lost[name])]),
     percent(1 - of_ideal) + " lost",
   ]);
-  return html`<h3>Where the rest went</h3>
-    <p>What keeps the workers from the ideal, as shares of the time that is lost.</p>
+  return html`<h3>Where the rest is lost</h3>
+    <p>The causes of lost time against ideal scaling, as shares of the time lost.</p>
     <${Bars} rows=${bars} /><${Legend}
       entries=${names.map((name) => [name, name, meanings[name]])}
     />
@@ -436,7 +436,7 @@ function Checkpoints({ data: { saved, command } }) {
     }`;
 }
 
-// Everything a run was set to, by name: what the user chose, and what follows from it.
+// All settings of a run by name: the user's, and those that follow from them.
 function settingsOf({ settings = {}, seed, epochs, global_batch, shards, workers, ...rest }) {
   const { dataset_size, steps_per_epoch, steps, model, parameters, device, host, versions } = rest;
   const chosen = { ...settings, seed, epochs, global_batch, shards, workers };
@@ -468,16 +468,16 @@ function Settings({ info }) {
       ["updated", moment(updated)],
     ];
   return html`<${Pairs} items=${chosen} />
-    <h3>What it ran on</h3>
+    <h3>Machine and versions</h3>
     <${Pairs} items=${[...found, ...times]} />
     ${
       command &&
-      html`<h3>How it was started</h3>
+      html`<h3>Command</h3>
         <p><code>${command}</code></p>`
     }
     ${
       policy.length > 0 &&
-      html`<h3>What was decided, and why</h3>
+      html`<h3>Decisions and reasons</h3>
         <ul>
           ${policy.slice(0, 20).map((line) => html`<li>${line}</li>`)}
         </ul>`
@@ -496,19 +496,18 @@ function Details({ data: { info, noise, began, messages, messages_limit: limit, 
   }
   ${
     messages.length > 0 &&
-    html`<h3>What the run said</h3>
+    html`<h3>Messages</h3>
       ${messages.length === limit && html`<p>These are the last ${limit} messages.</p>`}
       <${MessageList} ...${{ messages, began }} />`
   }
   ${
     log.length > 0 &&
-    html`<h3>What was printed</h3>
+    html`<h3>Output</h3>
       <${Log} ...${{ lines: log, began }} />`
   }`;
 }
 
-// What was printed, in the order of time, and a box to find something in it. `search`, where there
-// is one, looks through all of it.
+// The output in order of time, with a search box. `search`, if given, searches all of it on the server.
 function Log({ lines, began, search }) {
   const [wanted, setWanted] = useState(""),
     [found, setFound] = useState(null),
@@ -534,7 +533,7 @@ function Log({ lines, began, search }) {
       <span class="note" role="status">${wanted && found && count(found.length, "line")}</span>
     </div>
     <div ref=${box}>
-      <${MessageList} ...${{ messages: found || lines, began, label: "What was printed" }} />
+      <${MessageList} ...${{ messages: found || lines, began, label: "Output" }} />
     </div>`;
 }
 

@@ -1,11 +1,11 @@
-// What all panels use: numbers as text, colours, tables, legends, bars.
+// Shared by all panels: numbers as text, colours, tables, legends, bars.
 
 const { h, render } = preact;
 const { useEffect, useLayoutEffect, useRef, useState } = preactHooks;
 const html = htm.bind(h);
 const root = document.documentElement;
 
-// Numbers as people read them; what nobody knows is a dash.
+// Numbers formatted for people; an unknown one is a dash.
 const NOTHING = "\u2013",
   SPACE = "\u00a0";
 const isNumber = (value) => typeof value === "number";
@@ -63,8 +63,8 @@ function sentence(text) {
   return text.charAt(0).toUpperCase() + text.slice(1);
 }
 
-// Colours: the system's choice until somebody presses the button. What is drawn on a canvas asks
-// for its colours and is drawn again when they change.
+// Colours: the system's choice until the button is pressed. A canvas reads its colours when drawn, and is
+// drawn again when they change.
 const systemDark = matchMedia("(prefers-color-scheme: dark)");
 const repaints = new Set(),
   colours = new Map();
@@ -122,7 +122,7 @@ function Theme() {
   </button>`;
 }
 
-// Pieces that several panels use.
+// Elements that several panels use.
 function Table({ caption, head, rows, words = [0] }) {
   const look = (column) => (words.includes(column) ? "" : "number");
   return html`<div class="scroll" role="region" aria-label=${caption}>
@@ -161,7 +161,7 @@ function Legend({ entries }) {
   </ul>`;
 }
 
-// One bar below the other: a name, its pieces (look, share of the width, words) and a value.
+// Stacked bars, one per row: a name, its pieces (style, share of the width, words) and a value.
 function Bars({ rows }) {
   return html`<ul class="bars">
     ${rows.map(
@@ -206,8 +206,8 @@ function more(shown, inAll, noun) {
   return inAll > shown && html`<${Note}>${"… and " + count(inAll - shown, noun) + " more."}<//>`;
 }
 
-// Tables that fit need no stop of their own on the way through the page by keyboard. Asked for by
-// every panel, and found out once a frame, when the browser knows the widths anyway.
+// Only tables that are wider than the page need a tab stop, to be scrolled by keyboard. Panels request the
+// check, and it runs once per frame, when the browser has computed the widths anyway.
 let stopsAsked = 0;
 
 function setStops() {
@@ -225,7 +225,7 @@ function setStops() {
 
 addEventListener("resize", setStops);
 
-// In a notebook the page is inside another one, whose address its links would lead to.
+// In a notebook the page is in a frame, where links would lead to the notebook's address.
 addEventListener("click", (event) => {
   const link = location.href === "about:srcdoc" && event.target.closest('a[href^="#"]');
   if (!link) return;

@@ -1,6 +1,6 @@
-// One recorded step. What belongs to a worker stands in that worker's column and colour; what
-// belongs to all is as wide as the picture, which is as wide as the page allows. So a batch that is cut up fans out, and outputs that
-// are gathered come together. In an all-reduce every worker gets something from every other one.
+// One recorded step. A worker's parts are in that worker's column and colour; what belongs to all is as wide
+// as the picture. So a batch that is split fans out, and outputs that are gathered come together. In an
+// all-reduce every worker gets something from every other one.
 const isNarrow = matchMedia("(max-width: 760px)").matches,
   COLUMNS = isNarrow ? 4 : 8,
   COLOURS = 6,
@@ -40,7 +40,7 @@ function Contents({ first, stats }) {
   >`;
 }
 
-// What stands side by side: a part each, or the first ones and how many more there are.
+// The parts side by side, or the first ones and the number of others.
 function columnsOf({ title, parts, parts_in_all: inAll }) {
   const shown =
     inAll > COLUMNS
@@ -62,7 +62,7 @@ function columnsOf({ title, parts, parts_in_all: inAll }) {
   return columns;
 }
 
-// Every worker fills buckets of its own, all in the same way, so a recording has them only once.
+// Every worker fills its own buckets in the same way, so a recording has them only once.
 function rowsOf({ stages, workers }) {
   const rows = [];
   for (const stage of stages) {
@@ -336,7 +336,7 @@ function Stepper({ trace }) {
 }
 
 const HOW_CHECKED =
-  "The same step was computed once more in one process on the whole batch, and compared.";
+  "The same step was computed again in one process on the whole batch, and compared.";
 
 function Check({ trace, check }) {
   const [sign, look] =

@@ -1,4 +1,4 @@
-// Timeline: the spans of some steps on a canvas, to be zoomed and moved.
+// Timeline: the spans of some steps on a canvas that can be zoomed and moved.
 const ROW = 18,
   GAP = 10,
   TOP = 22,
@@ -68,7 +68,7 @@ function Timeline({ data }) {
     <p class="readout" role="status" ref=${readout}></p>
     <${Legend} entries=${entries} />
     <${Note}
-      >The files in <code>timeline/</code> hold the whole run. They are Chrome traces: Perfetto
+      >The files in <code>timeline/</code> have the whole run. They are Chrome traces: Perfetto
       opens them.<//
     >`;
 }

@@ -1,6 +1,5 @@
-// The live page: the report's page, drawn again whenever the server says something new, with the
-// panels that only a running training has in front. A panel is drawn again only if its part of the
-// document has changed.
+// The live page: the report's page, preceded by panels for a running training, and drawn again whenever
+// the server sends news. A panel is drawn again only if its part of the document has changed.
 
 const query = new URLSearchParams(location.search);
 const RETRY_MS = 2000,
@@ -21,7 +20,7 @@ const sayState = (state, { late_s: late } = {}) =>
     state
   ] || state;
 
-// Why a page gets nothing more, and what to do.
+// Why a page gets no more news, and what to do.
 const LOST = {
   silent: "The server of this page does not answer: it has ended, or its machine cannot be reached.",
   other:
@@ -49,7 +48,7 @@ function lastOf(learning, name) {
   return [means[means.length - 1], xs[xs.length - 1]];
 }
 
-// How many workers are there: known now, known then, or not at all.
+// The number of live workers: current, last known, or unknown.
 function aliveTile({ alive, workers_in_all: all, state, silent_s: silent, t }, isLost) {
   const known = isNumber(alive) ? figure(alive) + " of " + figure(all) : NOTHING;
   if (isLost) return ["workers alive", NOTHING, known + " at " + timeOf(t)];
@@ -75,7 +74,7 @@ const timeNote = ({ late_s: late, elapsed_s: elapsed }) =>
   late ? "no step for " + clock(late) : clock(elapsed) + " so far";
 const perEpoch = ({ steps_per_epoch: steps }) => (isNumber(steps) ? count(steps, "step") + " each" : "");
 
-// Whole seconds, so that what changes four times a second stays as wide as it is.
+// Whole seconds, so that text that changes four times a second keeps its width.
 const clock = (seconds) => (isNumber(seconds) ? duration(Math.max(1, Math.round(seconds))) : NOTHING);
 
 function LiveHead({ data }) {
@@ -83,10 +82,10 @@ function LiveHead({ data }) {
     isOver = ENDED.includes(live.state),
     state = stateOf(live, isLost);
   const late =
-    "The last step was " + clock(live.late_s) + " ago, which is longer than ten usual ones: it " +
-    "evaluates, saves, or stands still. A worker that stands still says so under \"What it said\".";
+    "The last step was " + clock(live.late_s) + " ago, longer than ten usual steps: the run " +
+    "evaluates, saves, or hangs. A worker that makes no progress reports it under \"Messages and output\".";
   const silence =
-    "Nothing was written for " + clock(live.silent_s) + ": it hangs, was killed, or its disk is full.";
+    "Nothing was written for " + clock(live.silent_s) + ": the run hangs, was killed, or its disk is full.";
   return html`<section id="overview" aria-label="Overview">
     <div class="headline">
       <h1>${data.name}</h1>
@@ -101,7 +100,7 @@ function LiveHead({ data }) {
     ${
       isLost &&
       html`<p class="verdict bad">
-        ${LOST[isLost]} Shown is what it said last, at ${timeOf(live.t)}; the page tries again every
+        ${LOST[isLost]} The page shows the last state, from ${timeOf(live.t)}, and tries again every
         few seconds.
       </p>`
     }
@@ -116,11 +115,11 @@ function LiveHead({ data }) {
 const stateOf = (live, isLost) =>
   isLost && !ENDED.includes(live.state) ? "lost" : live.late_s ? "late" : live.state;
 
-// Tells of a death, a stall and the end, also where nobody looks at the page.
-let isTelling = false;
+// Notifies of a death, a stall and the end, also while the page is hidden.
+let isNotifying = false;
 
 function Notify({ live, name }) {
-  const [isOn, setOn] = useState(isTelling),
+  const [isOn, setOn] = useState(isNotifying),
     before = useRef(null);
   const { state, late_s: late, generations } = live,
     deaths = generations.filter((each) => each.what.includes("worker")).length;
@@ -137,15 +136,15 @@ function Notify({ live, name }) {
   }, [state, late > 0, deaths]);
   if (!("Notification" in window) || ENDED.includes(state)) return null;
   const ask = async () => {
-    isTelling = !isOn && (await Notification.requestPermission()) === "granted";
-    setOn(isTelling);
+    isNotifying = !isOn && (await Notification.requestPermission()) === "granted";
+    setOn(isNotifying);
   };
   return html`<button type="button" class="notify" aria-pressed=${String(isOn)} onClick=${ask}>
     Notify me
   </button>`;
 }
 
-// What is always in sight: how far it is, however far down one has read.
+// The line that stays visible while the page is scrolled: the run's progress.
 function Summary({ name, live, isLost, loss }) {
   const state = stateOf(live, isLost),
     ofAll = isNumber(live.steps) ? " of " + figure(live.steps) : "";
@@ -163,7 +162,7 @@ const timeOf = (seconds) => new Date(1000 * seconds).toLocaleTimeString("en", { 
 
 const perSecond = (amount) => (isNumber(amount) ? bytes(amount) + "/s" : NOTHING);
 
-// What every worker did in its last step.
+// Every worker's last step.
 function Now({ data: { workers, phases, inAll, state } }) {
   const longest = Math.max(1e-9, ...workers.map((each) => each.seconds)),
     used = Object.keys(phases).filter((phase) =>
@@ -224,7 +223,7 @@ function Now({ data: { workers, phases, inAll, state } }) {
       ${
         workers.some((each) => isNumber(each.queued))
           ? "Queue: the batches that a worker's loader has ready. At 0 the worker waits for data."
-          : "No queue: every worker loads its batches itself, and data is how long that takes."
+          : "No queue: every worker loads its batches itself; data is the time that takes."
       }
       ${" "}${
         hasNetwork
@@ -232,16 +231,16 @@ function Now({ data: { workers, phases, inAll, state } }) {
           : "No network: these workers exchange gradients through shared memory."
       }
     <//>`}
-    ${inAll > workers.length && html`<${Note}>Shown are ${workers.length} of ${figure(inAll)}.<//>`}`;
+    ${inAll > workers.length && html`<${Note}>${workers.length} of ${figure(inAll)} are shown.<//>`}`;
 }
 
-// A small chart for each worker, all on one scale: own work, and what it waited on top of it.
+// A small chart for each worker, all on one scale: own work, and waiting on top of it.
 function Waits({ data: { blame, look, steps, workers, ms, waited_ms: waited } }) {
   const known = (column) => column.map((each) => (isNumber(each) ? each : 0)),
     totals = ms.map((column, i) => known(column).map((own, j) => own + known(waited[i])[j])),
     all = totals.flat().sort((a, b) => a - b),
     usual = all[Math.floor(0.9 * (all.length - 1))],
-    // A few long pauses are cut off, so that the other steps can be seen; the tip says how long.
+    // A few long pauses are cut off, so that other steps remain visible; the tip has their length.
     range = [0, 1.08 * Math.max(0.001, Math.min(all[all.length - 1], 1.7 * usual)), null];
   const say = (each) => (each ? duration(each / 1000) : "0");
   const line = (label, look, column, told) => ({
@@ -277,7 +276,7 @@ function Waits({ data: { blame, look, steps, workers, ms, waited_ms: waited } })
     </div>`;
 }
 
-// The last recorded batch, and the one thing that the page may ask for.
+// The last recorded batch, and the button that requests another recording: the page's only request.
 function Recorded({ data: { traces, recording, state } }) {
   const [said, setSaid] = useState("");
   const last = traces && traces[traces.length - 1];
@@ -296,13 +295,13 @@ function Recorded({ data: { traces, recording, state } }) {
         Record the next step
       </button>
       <span class="note" role="status"
-        >${isAsked ? "Asked for: the next step will be recorded." : said}</span
+        >${isAsked ? "The next step will be recorded." : said}</span
       >
     </div>
     ${
       last
         ? html`<${Pipeline} key=${last.step} data=${[last]} />`
-        : html`<${Note}>No step is recorded yet.<//>`
+        : html`<${Note}>No step has been recorded yet.<//>`
     }`;
 }
 
@@ -311,7 +310,7 @@ async function searchLog(wanted) {
     const answer = await fetch(addressOf("/log") + "&find=" + encodeURIComponent(wanted));
     return await answer.json();
   } catch {
-    return null; // the stream says that the server is gone
+    return null; // the event stream reports that the server is gone
   }
 }
 
@@ -321,7 +320,7 @@ function Messages({ data: { messages, log, began } }) {
         ? html`<${MessageList} ...${{ messages, began }} />`
         : html`<${Note}>No message so far.<//>`
     }
-    <h3>What was printed</h3>
+    <h3>Output</h3>
     ${
       log.length > 0
         ? html`<${Log} ...${{ lines: log, began, search: searchLog }} />`
@@ -332,7 +331,7 @@ function Messages({ data: { messages, log, began } }) {
     }`;
 }
 
-// Several runs: where each is, what it was set to, their curves on top of each other.
+// Several runs: their progress, settings, and curves in one chart.
 const FACTS = ["state", "step", "steps/s", "samples/s", "efficiency"];
 
 function Runs({ data: { run, runs } }) {
@@ -499,8 +498,8 @@ function efficiencyOf({ workers }) {
   return all ? total(([name]) => !["wait", "transfer"].includes(name)) / all : null;
 }
 
-// The documents of several runs, asked for again and again while somebody looks. One that has ended
-// is asked for again when the list says something else of it: it may have been started again.
+// The documents of several runs, requested at intervals while the page is shown. That of an ended run is
+// requested again when its entry in the list changes: the run may have been started again.
 function useDocuments(names, runs) {
   const [documents, setDocuments] = useState({}),
     over = useRef({}),
@@ -520,7 +519,7 @@ function useDocuments(names, runs) {
           if (ENDED.includes(found.live.state)) over.current[name] = now;
           setDocuments((old) => ({ ...old, [name]: found }));
         } catch {
-          continue; // the stream says that the server is gone
+          continue; // the event stream reports that the server is gone
         }
       }
       if (!isOver) timer = setTimeout(ask, COMPARE_MS);
@@ -534,21 +533,21 @@ function useDocuments(names, runs) {
   return documents;
 }
 
-// The page, section by section: what is live first, then what the report has.
+// The sections of the page: live ones first, then those of the report.
 const BATCH = SECTIONS.find(([name]) => name === "pipeline");
 const LIVE_SECTIONS = [
   ["now", Now, ({ state }) => (ENDED.includes(state) ? "The last step" : "Now"), "", ""],
-  ["waits", Waits, "Who waits", "The last 100 steps of every worker, all on one scale.", ""],
+  ["waits", Waits, "Waiting by worker", "The last 100 steps of every worker, all on one scale.", ""],
   ...SECTIONS.filter(([name]) => name === "learning"),
-  ["runs", Runs, "These runs side by side", "", ""],
+  ["runs", Runs, "Comparison of runs", "", ""],
   ...SECTIONS.filter(([name]) => ["generations", "islands"].includes(name)),
   ["batch", Recorded, ...BATCH.slice(2)],
   ...SECTIONS.filter(([name]) => ["checkpoints", "workers", "timeline", "scaling"].includes(name)),
-  ["messages", Messages, "What it said", "Messages, the newest first, and what was printed.", ""],
+  ["messages", Messages, "Messages and output", "Messages, the newest first, and the output.", ""],
   ["details", Details, "Settings", "", ""],
 ];
 
-// The sections that a document and the newest live part have; null where there is nothing to show.
+// The sections for a document and the newest live part; null where there is nothing to show.
 function sectionsOf(shown, live, isLost) {
   const { details, pipeline } = shown,
     told = details ? details.messages : [],
@@ -580,7 +579,7 @@ function sectionsOf(shown, live, isLost) {
   };
 }
 
-// The same sections, with those that have not changed being the very same objects.
+// The sections, reusing the objects of those that have not changed, so that these are not drawn again.
 function kept(old, fresh) {
   const same = (name) =>
     old[name] === fresh[name] || JSON.stringify(old[name]) === JSON.stringify(fresh[name]);
@@ -593,7 +592,7 @@ function Watch() {
   const [data, setData] = useState(null),
     [isLost, setLost] = useState(false),
     [drawn, setDrawn] = useState(FIRST_SECTIONS);
-  // What is on the first screens comes first, and the rest with the next frame.
+  // Draw the first screens at once, and the rest in the next frame.
   useEffect(() => {
     if (data) requestAnimationFrame(() => setTimeout(() => setDrawn(LIVE_SECTIONS.length)));
   }, [!data]);
@@ -628,7 +627,7 @@ function Watch() {
       stream.addEventListener("live", (event) => {
         live = JSON.parse(event.data);
         lost = false;
-        // A folder that was waited in has its first run.
+        // The first run has begun in an empty folder.
         if (!live.runs.some(({ name }) => name === live.run)) return open();
         draw();
       });
@@ -640,10 +639,10 @@ function Watch() {
         draw();
       };
     };
-    // A page that nobody sees needs no news, and a browser has six connections for all its tabs.
+    // A hidden page needs no news, and a browser has only six connections to a server for all tabs.
     const look = () => {
       if (!document.hidden) open();
-      else if (!isTelling) close();
+      else if (!isNotifying) close();
     };
     document.addEventListener("visibilitychange", look);
     look();
