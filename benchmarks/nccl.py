@@ -44,7 +44,7 @@ CONTESTANTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "16 bits, paceline": lambda m: DistributedDataParallel(
         m, options=DDPOptions(compression="bf16")
     ),
-    "paceline, shared out": DistributedDataParallel,
+    "paceline, sharded": DistributedDataParallel,
 }
 
 
@@ -77,7 +77,7 @@ def measure(world: World, rounds: int, steps: int) -> tuple[dict[str, list[float
         torch.manual_seed(0)
         model = wrap(GPT(VOCABULARY, 512, 6, 8, LENGTH).cuda())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        if name.endswith("shared out"):
+        if name.endswith("sharded"):
             shard_update(model, optimizer)
         entries[name] = model, optimizer
     generator = torch.Generator(device="cuda").manual_seed(world.rank)

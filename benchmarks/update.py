@@ -90,9 +90,9 @@ BUILD: dict[str, Callable[[nn.Module, dict[str, Any]], Trainer]] = {
     FLOOR: _bare,
     KEPT_FLOOR: _kept,
     "paceline": _paceline("auto", shards=False),
-    "paceline, shared out": _paceline("auto", shards=True),
+    "paceline, sharded": _paceline("auto", shards=True),
     "paceline over c10d": _paceline("c10d", shards=False),
-    "paceline over c10d, shared out": _paceline("c10d", shards=True),
+    "paceline over c10d, sharded": _paceline("c10d", shards=True),
     "torch tuned, 5 MB": _torch(5),
     "torch tuned, 25 MB": _torch(25),
     "torch, ZeroRedundancyOptimizer": _zero,
@@ -124,9 +124,9 @@ def measure(
     with standing(size, names, Member, model, form) as teams:
         for team in teams.values():
             team.ask("train", steps=WARM_STEPS)
-        whole, shared = (teams[name].ask("sample") for name in ("paceline", "paceline, shared out"))
+        whole, shared = (teams[name].ask("sample") for name in ("paceline", "paceline, sharded"))
         if whole != shared:
-            raise RuntimeError(f"{model}, {form}: shared out it is another training.")
+            raise RuntimeError(f"{model}, {form}: the sharded update gives another training.")
         alone = statistics.median(slowest(teams[FLOOR].ask("train", steps=5)))
         steps = max(1, min(MAX_STEPS, int(block_ms / 1e3 / alone)))
         seconds = take_turns(teams, steps, rounds, budget_s=600)
@@ -152,7 +152,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> dict[str, Any]:
     rounds, block_ms = (2, 20.0) if args.quick else (args.rounds, args.block_ms)
     results: dict[str, Any] = {}
-    first = (FLOOR, "paceline", "paceline, shared out")
+    first = (FLOOR, "paceline", "paceline, sharded")
     names = [name for name in BUILD if name in first or args.only in name]
     if importlib.util.find_spec("deepspeed") is None:
         names = [name for name in names if name != DEEPSPEED]
