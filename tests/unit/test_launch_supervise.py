@@ -14,6 +14,7 @@ import time
 from contextlib import ExitStack, closing
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sentences import says
@@ -212,6 +213,41 @@ def test_a_death_does_not_overtake_what_the_others_said_before_it() -> None:
     assert generations.roster.members == (0, 2)
     for worker in (0, 2):
         generations.drop_worker_channel(worker)
+
+
+class Silent:
+    """Stands for the channel to another machine."""
+
+    def receive(self) -> list[dict[str, Any]]:
+        return []
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Nobody reads it."""
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+def test_a_death_in_the_first_step_waits_for_word_of_the_workers_on_other_machines(
+    is_heard: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines: dict[int, Any] = {1: Silent()}
+    roster_of_both = Roster(size=2, machine_by_worker={1: 1})
+    generations = Generations(
+        say=lambda text: None, roster=roster_of_both, channels=machines, is_run=True
+    )
+    joined = {"said": "joined", "generation": 0}
+    generations._hear(0, joined)
+    assert generations.on_exit(WorkerExit(rank=0, exit_code=-9, step=1), {})
+    generations.take_starts()
+    assert generations.is_needed
+    if is_heard:
+        generations._hear_machine({**joined, "worker": 1, "ledger": {}})
+        assert generations.roster.members == (1,)
+        assert generations.end is None
+    else:
+        monkeypatch.setattr(generations, "_early_s", 0.0)
+        generations.take_starts()
+        assert generations.end is not None
+        assert generations.end.worker == 0
 
 
 @pytest.mark.parametrize("stopped", [0, 2])

@@ -7,6 +7,7 @@ launcher decides, and those of the others are `Follower`s.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import time
@@ -32,6 +33,8 @@ from paceline.telemetry import count_text
 BROKEN_S = 10.0
 """So long after a group broke may an error of one worker say that another is gone. What says so at
 another time, as of a database, is the script's own."""
+OVERTAKEN_S = 2.0
+"""So long may it take to hear from another machine that its workers had begun before a death."""
 HOW_LENGTH = 200
 """So much of how a worker ended is kept in the run folder."""
 
@@ -62,6 +65,10 @@ class Generations(Workers):
     """How many were training when that was last looked at."""
     _last_lead: int = 0
     """Who was rank 0 when the training was over."""
+    _early: list[tuple[WorkerExit, dict[str, Any]]] = field(default_factory=list)
+    """Deaths that are judged when it is known whether all had begun to train."""
+    _early_s: float = math.inf
+    """Until when that may become known."""
     _is_rest_due: bool = False
     """Whether worker 0 is to be made up for, once the last of it has ended."""
 
@@ -70,7 +77,7 @@ class Generations(Workers):
         """Whether to stay although no worker is left here: others train, elsewhere, or one that
         does the rest is about to begin."""
         is_awaited = bool(self.channels and self.roster.members) or self._is_rest_due
-        return self.is_on and self.end is None and is_awaited
+        return self.end is None and (bool(self._early) or (self.is_on and is_awaited))
 
     def is_member(self, worker: int) -> bool:
         return worker in self.roster.members
@@ -96,6 +103,7 @@ class Generations(Workers):
                     self.roster.deaths.on_joined(worker, step)
                     self._welcome(worker, number)
                 self._carry_out(orders)
+                self._judge_early()
                 self._tell_of_recovery(number, loses=bool(message.get("loses")))
             case {"said": "facts", "facts": dict(facts)}:
                 self.facts = {**self.facts, **facts}
@@ -150,6 +158,7 @@ class Generations(Workers):
     def _hear_machine(self, message: dict[str, Any]) -> None:
         match message:
             case {"said": "died", "end": dict(how), "ledger": dict(ledger)}:
+                self.hear_all()
                 self.on_exit(WorkerExit(**how), ledger)
             case {"said": "ledger", "worker": int(worker), "ledger": dict(ledger)}:
                 self._ledger_by_worker[worker] = ledger
@@ -190,6 +199,10 @@ class Generations(Workers):
             return True
         if end.is_secondary and not self.explains_loss(worker):
             end = replace(end, is_secondary=False)
+        if self._may_be_overtaken(end):
+            self._early.append((end, ledger))
+            self._early_s = min(self._early_s, time.monotonic() + OVERTAKEN_S)
+            return True
         is_kill = end.killed_by and end.killed_by not in ASKS_TO_END
         has_trained = self.is_on and self.roster.has_trained
         if is_kill and self.is_run and not self.channels and not has_trained:
@@ -219,6 +232,27 @@ class Generations(Workers):
         if not self.roster.members:
             self._end(StopReason.of(end, lost_in=end.step))
         return self.end is None and (bool(self.roster.members) or not self.roster.is_finished)
+
+    def _may_be_overtaken(self, end: WorkerExit) -> bool:
+        """Whether a death in the first step has come before another machine's word that its workers
+        are in it. Until they are, nobody survives a death."""
+        is_accident = end.killed_by or end.is_secondary or end.is_accident
+        is_first = self.end is None and not self.roster.has_trained
+        is_ours = (self.is_on or self.is_run) and end.rank in self.roster.members
+        is_open = is_first and is_ours and time.monotonic() < self._early_s
+        return bool(self.channels and is_accident and is_open)
+
+    def _judge_early(self) -> None:
+        if self.roster.has_trained or time.monotonic() >= self._early_s:
+            early, self._early = self._early, []
+            for end, ledger in early:
+                if not self.on_exit(end, ledger):
+                    self._end(StopReason.of(end))
+
+    def close_worker_channel(self, worker: int) -> dict[str, Any]:
+        for machine in list(self.channels):
+            self.on_channel(machine)
+        return super().close_worker_channel(worker)
 
     def resize(self, number: int) -> None:
         if self.roster.machine_by_worker or not self.survives:
@@ -285,13 +319,16 @@ class Generations(Workers):
     @property
     def due_s(self) -> float | None:
         times = [start.at_s for start in self.starts]
-        if self.roster.due_s is not None:
+        if self._early:
+            times.append(self._early_s)
+        elif self.roster.due_s is not None:
             times.append(self.roster.due_s)
         return min(times, default=None)
 
     def take_starts(self) -> list[int]:
         now_s = time.monotonic()
-        orders = self.roster.on_time(now_s)
+        self._judge_early()
+        orders = [] if self._early else self.roster.on_time(now_s)
         if orders and not self._leavers:
             self.say("workers have lost their connection to each other; they form a new group.")
         self._carry_out(orders)

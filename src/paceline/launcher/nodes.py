@@ -391,9 +391,9 @@ class Rendezvous:
     def _pause(self, seconds: float) -> None:
         sources: list[SignalInbox | Channel] = [self.inbox, *self.channels.values()]
         ready, _, _ = select.select(sources, [], [], seconds)
-        numbers = self.inbox.read() if self.inbox in ready else []
-        if numbers:
-            raise Interrupted(numbers[0])
+        ended_by = len(self.inbox.seen)
+        if self.inbox in ready and self.inbox.read() and self.inbox.seen[ended_by:]:
+            raise Interrupted(self.inbox.seen[ended_by])
 
 
 def _bind_address(host: str) -> str:
