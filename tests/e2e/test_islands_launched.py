@@ -147,6 +147,7 @@ def test_signals_that_add_a_worker_and_take_one_away_go_to_every_island(tmp_path
         launcher.send_signal(signal.SIGHUP)
         assert launcher.wait(120) == 128 + signal.SIGHUP
         assert has(said, "stopped by SIGHUP", 2)
+        assert not has(said, "1 other continues", 1), "both were asked to end"
 
 
 def test_islands_whose_launcher_is_killed_end_in_order(tmp_path: Path) -> None:

@@ -104,9 +104,10 @@ def run_islands(options: LaunchOptions, given: Mapping[str, str | None]) -> int:
         with short_path(path) as short:
             listener.bind(short)
         listener.listen()
-        server = RoundServer(listener, workers // each, _say)
+        archipelago = Archipelago(options, given, path, workers // each, each)
+        server = RoundServer(listener, workers // each, archipelago.say)
         try:
-            return Archipelago(options, given, path, workers // each, each).run()
+            return archipelago.run()
         finally:
             server.close()
 
@@ -150,6 +151,11 @@ class Archipelago:
                 reader.join()
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def say(self, text: str) -> None:
+        """Say what happens between islands, unless all of them are being ended."""
+        if not self._signal and not self._code:
+            _say(text)
 
     def _pass_on(self, number: int, _frame: Any) -> None:
         self._signal = number
