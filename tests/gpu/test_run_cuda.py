@@ -27,8 +27,8 @@ def on_gpu() -> nn.Module:
     return seeded(net).cuda()
 
 
-def make(net: nn.Module, dataset: Any, **arguments: Any) -> Run:
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+def make(net: nn.Module, dataset: Any, *, is_fused: bool = False, **arguments: Any) -> Run:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, fused=is_fused)
     arguments = {"global_batch": 8, "epochs": 1, "shards": 2, "options": QUIET, **arguments}
     return Run(net, optimizer, dataset, **arguments)
 
@@ -88,11 +88,12 @@ def test_dropout_on_the_device_follows_the_step_and_the_shard(tmp_path: Path) ->
     assert_same(ended.parameters, whole.parameters, rtol=0, atol=0)
 
 
-def test_a_nan_is_found_later_and_spares_the_parameters() -> None:
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_nan_is_found_later_and_spares_the_parameters(is_fused: bool) -> None:
     data = Rows()
     data.x[13] = float("nan")
     net = seeded(nn.Sequential(nn.Linear(WIDTH, 16), nn.Linear(16, CLASSES))).cuda()
-    run = make(net, data)
+    run = make(net, data, is_fused=is_fused)
     bad: list[int] = []
 
     def go_on() -> None:

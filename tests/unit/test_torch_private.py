@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,22 @@ def test_a_name_that_is_missing_is_named_with_the_versions_that_have_it() -> Non
 def test_operations_on_lists_are_the_functions_of_torch_themselves() -> None:
     assert private.foreach_copy_ is torch._foreach_copy_
     assert private.foreach_mul_ is torch._foreach_mul_
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
+def test_a_fused_optimizer_leaves_out_a_step_that_the_device_finds_bad(kind: Any) -> None:
+    ends = []
+    for is_bad in (False, True):
+        param = torch.nn.Parameter(torch.ones(4))
+        optimizer = kind([param], lr=0.1, fused=True)
+        assert private.can_skip(optimizer)
+        param.grad = torch.full((4,), float("nan") if is_bad else 1.0)
+        private.step_unless(optimizer, torch.tensor(is_bad))
+        assert not hasattr(optimizer, "found_inf")
+        ends.append(param.detach())
+    assert (ends[0] < 1).all()
+    assert torch.equal(ends[1], torch.ones(4))
+    assert not private.can_skip(kind([torch.nn.Parameter(torch.ones(1))], lr=0.1, fused=False))
 
 
 class Backend:

@@ -24,6 +24,7 @@ from paceline.torch_private.nn import BatchNorm as BatchNorm
 from paceline.torch_private.nn import NormBase as NormBase
 from paceline.torch_private.nn import accumulated_grad_hooks as accumulated_grad_hooks
 from paceline.torch_private.nn import at_backward_end as at_backward_end
+from paceline.torch_private.nn import can_skip as can_skip
 from paceline.torch_private.nn import count_storage_uses as count_storage_uses
 from paceline.torch_private.nn import end_processes as end_processes
 from paceline.torch_private.nn import find_processes as find_processes
@@ -45,6 +46,7 @@ from paceline.torch_private.nn import never_compiled as never_compiled
 from paceline.torch_private.nn import outside_graphs as outside_graphs
 from paceline.torch_private.nn import raise_at_death as raise_at_death
 from paceline.torch_private.nn import sparse_values as sparse_values
+from paceline.torch_private.nn import step_unless as step_unless
 from paceline.torch_private.nn import step_without_hooks as step_without_hooks
 from paceline.torch_private.nn import tensor_hooks as tensor_hooks
 from paceline.torch_private.nn import views_unknown_to_autograd as views_unknown_to_autograd

@@ -51,6 +51,21 @@ def step_without_hooks(optimizer: Optimizer) -> None:
     (step.__wrapped__ if is_wrapped else step)(optimizer)  # type: ignore[attr-defined]
 
 
+def can_skip(optimizer: Optimizer) -> bool:
+    """Whether the device can decide that a step is left out, as it does for torch's loss scaler."""
+    is_fused = all(group.get("fused") for group in optimizer.param_groups)
+    return is_fused and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def step_unless(optimizer: Any, is_bad: Tensor) -> None:
+    """Step an optimizer that `can_skip`, unless `is_bad`, on the device, is true by then."""
+    optimizer.grad_scale, optimizer.found_inf = None, is_bad.float()
+    try:
+        optimizer.step()
+    finally:
+        del optimizer.grad_scale, optimizer.found_inf
+
+
 PREFETCHING: CodeType = find(
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._reset"
 ).__code__

@@ -24,8 +24,15 @@ from torch.optim import Optimizer
 from paceline.errors import NotFiniteError, UsageError, check_members
 from paceline.group import HostCopy, Membership, exchange
 from paceline.telemetry import follow_optimizers
-from paceline.torch_private import foreach_mul_, foreach_norm, sparse_values
+from paceline.torch_private import (
+    can_skip,
+    foreach_mul_,
+    foreach_norm,
+    sparse_values,
+    step_unless,
+)
 from paceline.update.average import WeightAverage
+from paceline.update.exchange import find_exchanged
 from paceline.update.kind import needs_closure, params_of
 
 _MOST_LOOKED_AT = 128
@@ -184,12 +191,14 @@ class WholeUpdate:
             if self._scaler is not None:
                 self._scaler.unscale_(self._optimizer)
             norm = total_norm(param.grad for param in self._trained)
+        is_bad = None
         if self._finite is not None and self._scaler is None:
-            self._finite.check(self._step, losses, norm)
+            skips = can_skip(self._optimizer) and find_exchanged(self._optimizer) is None
+            is_bad = self._finite.check(self._step, losses, norm, zeroes=not skips)
         self._refusal.remove()
         if norm is not None and self._clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self._trained, self._clip_norm, norm)
-        self._step_optimizer()
+        self._step_optimizer(is_bad)
         if self._scheduler is not None and not self._needs_metric:
             self._step_scheduler()
         if self._average is not None:
@@ -239,10 +248,13 @@ class WholeUpdate:
 
         return follow_optimizers(refuse)
 
-    def _step_optimizer(self) -> None:
+    def _step_optimizer(self, is_bad: Tensor | None) -> None:
+        """Step, unless the device finds `is_bad` then."""
         self._is_stepping = True
         try:
-            if self._scaler is None:
+            if is_bad is not None:
+                step_unless(self._optimizer, is_bad)
+            elif self._scaler is None:
                 self._optimizer.step()
             else:
                 self._scaler.step(self._optimizer)
@@ -309,7 +321,8 @@ class FiniteCheck:
     """Looks at the gradients of every step, or, on a GPU, has the device look and asks later.
 
     CPU:   averaged gradients --look--> raise, before the optimizer has seen them
-    GPU:   averaged gradients --(device: all zero if one is not finite)--> optimizer
+    GPU:   averaged gradients --(device: one is not finite)--> a fused optimizer does not step,
+           another one steps with zeros
            the next step --ask--> raise; in another generation without asking the others
     """
 
@@ -328,17 +341,27 @@ class FiniteCheck:
         self._pending: _Looked | None = None
 
     @torch.no_grad()
-    def check(self, step: int, losses: Sequence[Loss], norm: Tensor | None) -> None:
-        """Look at the gradients of `step`; `norm` is their length where it is known."""
+    def check(
+        self, step: int, losses: Sequence[Loss], norm: Tensor | None, *, zeroes: bool = True
+    ) -> Tensor | None:
+        """Look at the gradients of `step`; `norm` is their length where it is known.
+
+        What the device finds later is returned if `zeroes` is False; else bad gradients become 0.
+        """
         grads = [param.grad for _, param in self._named if param.grad is not None]
         if not grads:
-            return
+            return None
         if self._is_late:
             self.forget(step)
             self.ask()
-            self._look_later(step, grads, losses, norm)
+            is_bad = self._look_later(step, grads, losses, norm)
+            if not zeroes:
+                return is_bad
+            for grad in grads:
+                _dense(grad).masked_fill_(is_bad, 0)
         elif not self._looks_finite(grads, norm):
             self._raise(step, losses)
+        return None
 
     def ask(self) -> None:
         """Raise if the last step that was looked at was not finite."""
@@ -366,14 +389,13 @@ class FiniteCheck:
 
     def _look_later(
         self, step: int, grads: list[Tensor], losses: Sequence[Loss], norm: Tensor | None
-    ) -> None:
+    ) -> Tensor:
         if norm is None:
             norms = foreach_norm([_dense(grad) for grad in grads])
             norm = torch.stack([each.float() for each in norms]).sum()
         is_bad = torch.isfinite(norm).logical_not()
-        for grad in grads:
-            _dense(grad).masked_fill_(is_bad, 0)
         self._pending = _Looked(HostCopy(is_bad), step, losses, self._membership.generation)
+        return is_bad
 
     def _raise(self, step: int, losses: Sequence[Loss], *, is_alone: bool = False) -> None:
         mine = [
