@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 marks, kills = sys.argv[1], {int(step) for step in sys.argv[2].split(",") if step}
 world = paceline.init_process_group()
-assert "nccl" in torch.distributed.get_backend()
+joins = "nccl" not in torch.distributed.get_backend()  # a replacement, which is alone until it does
 g = torch.Generator().manual_seed(0)
 x = torch.randn(300, 10, generator=g, dtype=torch.float64)
 data = torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long())
@@ -35,12 +35,16 @@ for step in run:
                 os.kill(os.getpid(), signal.SIGKILL)
             step.backward(cross_entropy(run.model(x), y))
     time.sleep(0.05)
+assert "nccl" in torch.distributed.get_backend()
+if joins:
+    print("joined", flush=True)
 total = sum(p.double().sum().item() for p in net.parameters())
 print(f"ended after {run.step} steps with {total:.12f}", flush=True)
 """
 
 
-def train(folder: Path, kills: str) -> tuple[list[float], str]:
+def train(folder: Path, kills: str) -> tuple[list[float], int, str]:
+    """What workers ended with, how many of them were replacements, and what was said."""
     folder.mkdir()
     script = folder / "train.py"
     script.write_text(SCRIPT)
@@ -54,13 +58,14 @@ def train(folder: Path, kills: str) -> tuple[list[float], str]:
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     ends = re.findall(r"ended after 80 steps with (\S+)", done.stdout)
-    return [float(each) for each in ends], done.stderr
+    return [float(each) for each in ends], done.stdout.count("joined"), done.stderr
 
 
 @pytest.mark.parametrize("kills", ["7", "7,20,34"])
 def test_a_run_over_nccl_survives_its_workers(kills: str, tmp_path: Path) -> None:
-    undisturbed, _ = train(tmp_path / "calm", "")
-    ends, errors = train(tmp_path / "killed", kills)
-    assert ends
+    undisturbed, _, _ = train(tmp_path / "calm", "")
+    ends, joined, errors = train(tmp_path / "killed", kills)
+    assert len(ends) == 3
+    assert joined
     assert ends == pytest.approx([undisturbed[0]] * len(ends), abs=1e-9)
     assert "collective timeout" not in errors, errors[-6000:]
