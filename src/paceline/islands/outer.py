@@ -24,6 +24,9 @@ from paceline.islands.options import Islands
 
 PIECE = 2**20
 """How many values are packed together. Equal on all islands: it decides the order of the bytes."""
+DEVICE_PIECE = 2**24
+"""The same on a GPU, for which a small piece is all launches; not with 8 bits, whose order of the
+bytes it would change."""
 
 
 class Shift(NamedTuple):
@@ -109,8 +112,9 @@ class Fragment:
     def _pieces(self) -> Iterator[tuple[slice, slice]]:
         """For each piece, the range of its values and that of its packed bytes."""
         count, at = self.anchor.numel(), 0
-        for start in range(0, count, PIECE):
-            stop = min(start + PIECE, count)
+        size = PIECE if self.anchor.is_cpu or self.bits == 8 else DEVICE_PIECE
+        for start in range(0, count, size):
+            stop = min(start + size, count)
             end = at + packed_bytes(stop - start, self.dtype, self.bits)
             yield slice(start, stop), slice(at, end)
             at = end
