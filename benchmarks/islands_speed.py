@@ -110,7 +110,10 @@ def worker() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     island = env_island()
     torch.set_float32_matmul_precision("high")
-    steps = islands["every"] * (1 + periods)
+    # From the landing of the first round on, when both are at the same place, and not to the last
+    # step, which waits for the other island and ends the run.
+    first = islands["every"] + islands.get("delay", 0)
+    steps = first + islands["every"] * periods + 1
     tokens = torch.randint(vocabulary, (2 * ROWS * steps, length + 1))
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -152,14 +155,14 @@ def worker() -> None:
         sinks=[sink],
         options=paceline.RunOptions(islands=paceline.Islands(**islands), progress="quiet"),
     )
-    begin_s = 0.0
+    times_s: list[float] = []
     for step in run:
-        if run.step == islands["every"]:
-            begin_s = now_s()
+        if run.step in (first, steps - 1):
+            times_s.append(now_s())
         with step:
             for (batch,) in step.batches():
                 step.backward(loss_of(run.model, batch))
-    step_s = (now_s() - begin_s) / (steps - islands["every"])
+    step_s = (times_s[1] - times_s[0]) / (steps - 1 - first)
     bare_s = (before_s + time_bare("after")) / 2
     found = {"bare_s": bare_s, "step_s": step_s, "round_s": median(sink.waited_s[1:])}
     found["parameters"] = sum(param.numel() for param in net.parameters())
