@@ -1,8 +1,7 @@
 """The environment between launcher and worker: variables have their names and meanings here.
 
-A launcher tells each worker its place through variables. torchrun's names are the common
-language (`paceline run` sets the same ones, plus a few of its own); SLURM has its own names,
-which count only inside a job step, because a batch script sees them too.
+A launcher tells each worker its place through variables. `paceline run` uses torchrun's names, and
+a few of its own; SLURM's names count only inside a job step, because a batch script sees them too.
 """
 
 from __future__ import annotations
@@ -410,17 +409,18 @@ def gloo_on_loopback() -> Iterator[None]:
 
 
 def leave_nccl_to_us(environ: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Keep torch's watchdog from ending this process, or writing pages, when another one dies.
+    """Before a group is made: have torch's watchdog not end this process when another one dies.
 
-    To be called before the group is made. What the user has set otherwise stays, and is returned.
+    What the user has set otherwise stays, and is returned.
     """
+    # A sum that a dead peer broke is complete, with anything in memory: its error is in a wait.
     off = ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING", "DUMP_ON_TIMEOUT")
-    # A sum that a dead peer broke is complete, with anything in memory; only a wait on the host
-    # raises its error. A run that survives waits there in any case.
     wanted = {f"TORCH_NCCL_{name}": "0" for name in off} | {"TORCH_NCCL_BLOCKING_WAIT": "1"}
     kept = [name for name, value in wanted.items() if environ.setdefault(name, value) != value]
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ:  # its old name, which torch 2.15 warns of
-        environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")  # the flight recorder
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ:  # the old name, of which torch 2.15 warns
+        environ.setdefault("TORCH_FR_BUFFER_SIZE", "0")
+    if os.path.isdir("/proc/driver/nvidia"):  # what NCCL logs of a dead peer is raised, too
+        environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     return kept
 
 

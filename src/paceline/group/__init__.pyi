@@ -8,6 +8,7 @@ from paceline.group.collectives import exchange as exchange
 from paceline.group.collectives import explain_failure as explain_failure
 from paceline.group.collectives import gather_bytes as gather_bytes
 from paceline.group.collectives import gloo_subgroup as gloo_subgroup
+from paceline.group.collectives import has_aborted_device as has_aborted_device
 from paceline.group.collectives import have_ended as have_ended
 from paceline.group.collectives import have_left as have_left
 from paceline.group.collectives import is_aborted as is_aborted

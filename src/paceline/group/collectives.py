@@ -301,6 +301,11 @@ def explain_failure(group: Group, what: str, error: BaseException) -> PeerError:
     )
 
 
+def has_aborted_device() -> bool:
+    """Whether a sum on the device was aborted; torch would take a minute to end such a process."""
+    return _device_waits.error is not None
+
+
 def _has_any_left(group: Group) -> bool:
     return have_left(group, [rank for rank in range(group.size()) if rank != group.rank()])
 
@@ -362,11 +367,12 @@ def _say_goodbye(pid: int) -> None:
         except PeerError as lost:
             # The parameters are not a result, and only the exit code can still say so.
             print(f"PeerError: {lost}", file=sys.stderr)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
     text = f"raised {type(error).__name__}: {error}" if error else "ended its program"
     post_last_words(dist.group.WORLD, text, kind="raised" if error else "left")
+    if has_aborted_device():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 _TASKS = Path("/proc/self/task")

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from paceline import env
 from paceline.errors import UsageError, WorkerError
 from paceline.files import decode, encode
-from paceline.group import settle_device
+from paceline.group import has_aborted_device, settle_device
 from paceline.launcher import die_with, is_secondary, signal_name
 from paceline.testing.ranks import (
     await_all_connected,
@@ -300,6 +300,8 @@ def _work(rank: int, call: WorkerCall) -> None:
     written = call.path("unfinished", rank)
     written.write_bytes(message)
     written.rename(call.path("message", rank))  # atomically
+    if has_aborted_device():
+        os._exit(0)
     if group is not None and dist.is_initialized():
         del group
         dist.destroy_process_group()
