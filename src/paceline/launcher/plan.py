@@ -244,7 +244,7 @@ def describe_sharing(gpus: Sequence[str], workers: int, environ: Mapping[str, st
         )
     each = math.ceil(workers / len(gpus))
     here = f"up to {each} workers share each of {len(gpus)} GPUs" if len(gpus) > 1 else ""
-    here = here or f"{workers} workers share one GPU, and its memory"
+    here = here or f"{workers} worker{'s' * (workers > 1)} on one GPU and its memory"
     lines = [f"{here}, with NCCL over sockets between them: to try the script, not for speed."]
     for name, value in env.SOCKETS_OF_NCCL.items():
         if (theirs := environ.get(name, value)) != value:
