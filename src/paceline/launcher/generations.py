@@ -238,7 +238,7 @@ class Generations(Workers):
         are in it. Until they are, nobody survives a death."""
         is_accident = end.killed_by or end.is_secondary or end.is_accident
         is_first = self.end is None and not self.roster.has_trained
-        is_ours = (self.is_on or self.is_run) and end.rank in self.roster.members
+        is_ours = self.is_on and end.rank in self.roster.members
         is_open = is_first and is_ours and time.monotonic() < self._early_s
         return bool(self.channels and is_accident and is_open)
 
