@@ -136,5 +136,5 @@ class _Metrics(Sink):
     def checkpoint(self, written: Written) -> None:
         self._checkpoint = written.name
 
-    def _keep(self, kind: str, told: StepReport | Summary) -> None:
-        self._values |= {f"{kind}/{name}": value for name, value in told.metrics.items()}
+    def _keep(self, kind: str, report: StepReport | Summary) -> None:
+        self._values |= {f"{kind}/{name}": value for name, value in report.metrics.items()}

@@ -351,7 +351,7 @@ def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Facts as strict JSON: nan and inf become strings; what JSON lacks is refused."""
     try:
         text = json.dumps(plain_json(facts), allow_nan=False).encode()
-        said: dict[str, Any] = read_json(
+        document: dict[str, Any] = read_json(
             io.BytesIO(text), MAX_MANIFEST_BYTES // 2, "What they say", UsageError
         )
     except (TypeError, ValueError, RecursionError) as error:
@@ -359,14 +359,14 @@ def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
             f"The facts of a checkpoint cannot be written: {error}",
             advice="Put tensors, long values and other objects into the state.",
         ) from None
-    return said
+    return document
 
 
 def _write_manifest(manifest: Manifest) -> bytes:
     """The manifest as JSON, with a hash of itself, so that any changed bit is noticed."""
-    said = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
-    said["metric"] = plain_json(manifest.metric)
-    return json.dumps({"manifest": said, "sha256": _hash(said)}, indent=1).encode() + b"\n"
+    document = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    document["metric"] = plain_json(manifest.metric)
+    return json.dumps({"manifest": document, "sha256": _hash(document)}, indent=1).encode() + b"\n"
 
 
 def _read_manifest(folder: int, path: Path) -> Manifest:
@@ -374,11 +374,11 @@ def _read_manifest(folder: int, path: Path) -> Manifest:
     with open_file(path, folder) as file:
         whole = read_json(file, MAX_MANIFEST_BYTES, path, CheckpointError)
     match whole:
-        case {"manifest": {"format": kind, "version": version} as said, "sha256": stated}:
+        case {"manifest": {"format": kind, "version": version} as document, "sha256": stated}:
             pass
         case _:
             raise CheckpointError(f"{path} is not a manifest of Paceline's, or it is damaged.")
-    if stated != _hash(said):
+    if stated != _hash(document):
         raise CheckpointError(f"{path} is damaged: its contents do not match its hash.")
     if (kind, version) != (FORMAT, VERSION):
         raise CheckpointError(
@@ -387,7 +387,7 @@ def _read_manifest(folder: int, path: Path) -> Manifest:
             advice="Read it with the version that wrote it.",
         )
     try:
-        manifest: Manifest = read_value(Manifest, said, str(path))
+        manifest: Manifest = read_value(Manifest, document, str(path))
     except WireError as error:
         raise CheckpointError(error.what) from None
     if manifest.files.keys() != {TENSORS, SKELETON}:
@@ -398,6 +398,6 @@ def _read_manifest(folder: int, path: Path) -> Manifest:
     return manifest
 
 
-def _hash(said: Any) -> str:
-    text = json.dumps(said, sort_keys=True, separators=(",", ":"))
+def _hash(document: Any) -> str:
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

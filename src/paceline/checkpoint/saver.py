@@ -100,8 +100,8 @@ class Checkpoints:
         begin = time.perf_counter()
         step = operator.index(step)
         check_whole("step", step, 0, most=LARGEST_STEP)
-        said = directory.plain_facts(facts)
-        self.wait()
+        plain = directory.plain_facts(facts)
+        self.wait()  # the previous save still reads from the staging buffer
         tensors, skeleton = take_apart(state, "state", UsageError)
         try:
             image = self._staging.fill(tensors)
@@ -114,7 +114,7 @@ class Checkpoints:
         cost_s = time.perf_counter() - begin
         self._thread = threading.Thread(
             target=self._write,
-            args=(step, contents, said, number, cost_s),
+            args=(step, contents, plain, number, cost_s),
             name=f"checkpoint of step {step}",
         )
         self._thread.start()
@@ -242,8 +242,8 @@ def read_entry(entry: CheckpointEntry) -> Saved:
             tensors = read_tensors(file, size_of(file), path, CheckpointError, digest)
         checkpoint.compare(TENSORS, digest.hexdigest())
     state = put_together(skeleton, tensors, entry.path / SKELETON, CheckpointError)
-    said = checkpoint.manifest
-    return Saved(said.step, state, said.facts, entry.path, said.metric)
+    manifest = checkpoint.manifest
+    return Saved(manifest.step, state, manifest.facts, entry.path, manifest.metric)
 
 
 class Staging:
@@ -284,7 +284,7 @@ class Staging:
         for place, tensor in zip(plan.header.places.values(), plan.tensors, strict=True):
             raw = self._buffer[begin + place.begin : begin + place.end]
             self._slots.append(raw.view(tensor.dtype).view(place.shape))
-        self._prefix = plan.prefix
+        self._prefix = plan.prefix  # last: if an allocation fails, the next `fill` starts over
 
 
 def _allocate(size: int, needs_pinning: bool) -> Tensor:

@@ -218,7 +218,7 @@ def _explain(
         "unexpected": len(plan.unexpected),
         "of another shape": len(shapes),
     }
-    said = ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
+    summary = ", ".join(f"{count:,} {word}" for word, count in counts.items() if count)
     parts = []
     if plan.missing:
         parts.append(f"Missing in the file: {_some(plan.missing)}.")
@@ -230,7 +230,7 @@ def _explain(
     advice += "." if shapes else ", or pass strict=False to leave out what does not fit."
     kind = type(model.module if isinstance(model, Wrapper) else model).__name__
     return WeightsError(
-        f"{plan.path}{plan.where} does not fit {kind}: {said}; nothing was loaded.",
+        f"{plan.path}{plan.where} does not fit {kind}: {summary}; nothing was loaded.",
         " ".join(parts),
         advice,
     )

@@ -1,7 +1,7 @@
-"""How many items torch's own losses are means over: rows, or the targets that count.
+"""The number of items over which torch's losses average: rows, or the targets that count.
 
-A mean over a chunk is weighed by what it was divided by. `cross_entropy` divides by the weights of
-the targets that are not ignored, which differ between chunks of as many rows.
+A chunk's mean is weighted by its divisor. `cross_entropy` divides by the weights of the targets
+that are not ignored, whose sum differs between chunks with equally many rows.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ _COUNTING = {nn.CrossEntropyLoss: F.cross_entropy, nn.NLLLoss: F.nll_loss}
 
 
 def find_count(loss_fn: Callable[..., Tensor], reduction: str) -> Count | None:
-    """What one of torch's losses is a mean over; None for rows, and where it cannot be known.
+    """A function that counts the items of a mean; None for rows, and for an unknown loss.
 
-    Raises if the loss says that it reduces otherwise than `reduction`.
+    Raises if the loss has a different reduction than `reduction`.
     """
     function, options = _take_apart(loss_fn)
     own = options.get("reduction", reduction)
     if own in ("mean", "sum") and own != reduction:
         raise UsageError(
-            f"loss_fn gives the {own} of a chunk, but backward() was told reduction={reduction!r}.",
+            f"loss_fn returns the {own} of a chunk, but backward() got reduction={reduction!r}.",
             advice=f"Pass reduction={own!r} to backward(), or another loss.",
         )
     if reduction != "mean" or function not in _COUNTING.values():
@@ -40,7 +40,7 @@ def find_count(loss_fn: Callable[..., Tensor], reduction: str) -> Count | None:
 
 
 def _take_apart(loss_fn: Callable[..., Tensor]) -> tuple[Any, dict[str, Any]]:
-    """The function of torch's that this calls, if it is known, and its options."""
+    """torch's function that a loss calls, if it is known, and its options."""
     if isinstance(loss_fn, nn.Module):
         return _COUNTING.get(type(loss_fn)), {
             name: getattr(loss_fn, name)
@@ -62,7 +62,7 @@ def _take_apart(loss_fn: Callable[..., Tensor]) -> tuple[Any, dict[str, Any]]:
 
 def _count_targets(ignored: int, weight: Tensor | None, targets: Any) -> Tensor | float:
     if not isinstance(targets, Tensor):
-        return 1.0  # the loss refuses them
+        return 1.0  # the loss itself will raise
     if targets.is_floating_point():
         return float(targets.numel())  # probabilities of classes: a mean over rows
     counts = targets != ignored

@@ -190,8 +190,10 @@ def gather(
 
     def refuse(what: str, describe: Callable[[Any], object], advice: str) -> UsageError:
         pairs = zip(outputs, sources, strict=True)
-        said = ", ".join(f"{describe(value)!s:.60} from {source.name}" for value, source in pairs)
-        return UsageError(f"{path} {what}.", f"It is {said}.", advice)
+        described = ", ".join(
+            f"{describe(value)!s:.60} from {source.name}" for value, source in pairs
+        )
+        return UsageError(f"{path} {what}.", f"It is {described}.", advice)
 
     first = outputs[0]
     if isinstance(first, PackedSequence):

@@ -88,9 +88,9 @@ def read_log(
         else:
             file.seek(0)
         while line := file.readline(LINE_LIMIT_BYTES):
-            said = _LOG_LINE.fullmatch(line.rstrip(b"\n").decode(errors="replace"))
-            text = _COLOUR.sub("", said[3]) if said else ""
-            if said and searched in text.lower():
-                rank = None if said[2] == "-" else int(said[2])
-                found.append({"t": float(said[1]), "rank": rank, "text": text})
+            match = _LOG_LINE.fullmatch(line.rstrip(b"\n").decode(errors="replace"))
+            text = _COLOUR.sub("", match[3]) if match else ""
+            if match and searched in text.lower():
+                rank = None if match[2] == "-" else int(match[2])
+                found.append({"t": float(match[1]), "rank": rank, "text": text})
     return list(found)

@@ -134,7 +134,7 @@ class NoiseMeter:
         self._handles: list[Any] = []
         self._step = 0
         self._measured_by_slot: dict[int, Tensor] = {}
-        self._heard: list[Any] = []
+        self._added: list[Any] = []
         self.cancel()
 
     def cancel(self) -> None:
@@ -211,15 +211,15 @@ class NoiseMeter:
             all_reduce(group, table, "Adding up the gradient noise")
         return self._add(table, size)
 
-    def tell(self) -> list[list[float]]:
-        """The measurements of this rank since the last reading, for who exchanges them itself."""
+    def measurements(self) -> list[list[float]]:
+        """This rank's measurements since the last reading, for a caller that exchanges them."""
         return self._table().tolist()
 
-    def hear(self, everyone: list[Any]) -> NoiseEstimate | None:
-        """As `read`, from what all ranks have told; hearing the same twice adds nothing."""
-        if everyone == self._heard:
+    def add_gathered(self, everyone: list[Any]) -> NoiseEstimate | None:
+        """Like `read`, from the measurements of all ranks; adding the same twice has no effect."""
+        if everyone == self._added:
             return self.scale.estimate()
-        self._measured_by_slot, self._heard = {}, everyone
+        self._measured_by_slot, self._added = {}, everyone
         return self._add(torch.tensor(everyone, dtype=torch.float64).sum(0), len(everyone))
 
     def _table(self) -> Tensor:

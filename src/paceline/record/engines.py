@@ -211,8 +211,8 @@ def describe_replicas(
     sentences = _replica_sentences(rec, [call.rows for call in calls], moved)
     if size > 1:
         through, sentences["main"] = _main_device(rec, calls, devices[0], model.bytes, moved)
-        said = f"{bytes_text(through)} through this device"
-        parts["main"] = [Part(title=devices[0], device=devices[0], text=said)]
+        label = f"{bytes_text(through)} through this device"
+        parts["main"] = [Part(title=devices[0], device=devices[0], text=label)]
     stages = _stages(rec, sentences, parts, moved, seconds)
     adds = [own for _, own in contributions] if contributions else None
     weight = _follow_weight(
@@ -268,9 +268,9 @@ def _main_device(
         "outputs": facts.tensor_bytes([c.outputs for c in others]) if "gather" in moved else 0,
         "gradients": facts.tensor_bytes(list(rec.averaged.values())) * len(others),
     }
-    told = [f"{bytes_text(number)} of {name}" for name, number in bytes_by_kind.items() if number]
+    kinds = [f"{bytes_text(number)} of {name}" for name, number in bytes_by_kind.items() if number]
     through, copied = sum(bytes_by_kind.values()), sum(moved.values()) - moved.get("batch", 0)
-    text = f"In every step {list_text(told)} pass between {main} and the other devices: "
+    text = f"In every step {list_text(kinds)} pass between {main} and the other devices: "
     text += f"{bytes_text(through)}, all of it through one device."
     if copied < through:
         text += f" These devices share memory, so only {bytes_text(copied)} were copied."

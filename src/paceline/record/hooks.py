@@ -412,7 +412,7 @@ def _separate(output: Any) -> Any:
 
 
 def _now() -> int:
-    """The time when everything queued on an accelerator is done."""
+    """The time when all work queued on an accelerator is done, not when the host queued it."""
     if _uses_cuda():
         torch.accelerator.synchronize()
     return time.perf_counter_ns()

@@ -102,6 +102,7 @@ class Reference:
     def _compare(
         self, rec: StepRecording, pieces: Sequence[BatchPart], factor: float, loss: float | None
     ) -> Check:
+        # A new copy for each comparison: running it changes buffers and optimizer state.
         own = Reference(self.module, self.optimizer)
         ran = [own._run(rec, piece, factor, loss is not None) for piece in pieces]
         outputs = [
@@ -128,11 +129,11 @@ class Reference:
         worst = max(differences, key=differences.__getitem__)
         is_same = all(differences[what] <= tolerances[what] for what in found)
         is_finite = all(bool(dense(t).isfinite().all()) for pair in compared for t in pair)
-        said = "same" if is_same else "NOT the same"
+        verdict = "same" if is_same else "NOT the same"
         where = "on the whole batch" if is_whole else "part by part"
         return Check(
             how="whole batch" if is_whole else "part by part",
-            text=f"{said} as one process {where}: difference {differences[worst]:.1g}",
+            text=f"{verdict} as one process {where}: difference {differences[worst]:.1g}",
             is_same=is_same,
             difference=differences[worst],
             tolerance=tolerances[worst],

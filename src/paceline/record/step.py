@@ -163,8 +163,8 @@ def _contributions(
     try:
         for call in calls:
             own = {n: dense(grad) for n, grad in reference.gradients_of(rec, call).items()}
-            told = facts.flat_facts("own gradients", own.values(), values=rec.values)
-            found.append((told, facts.read_weight(rec.weight, own) or 0.0))
+            gradients = facts.flat_facts("own gradients", own.values(), values=rec.values)
+            found.append((gradients, facts.read_weight(rec.weight, own) or 0.0))
     except Exception:  # without them the picture only shows less
         return None
     return found
@@ -192,14 +192,14 @@ def _trace_ranks(rec: StepRecording, reference: Reference | str) -> Trace:
         weight=[rec.weight_before]
         + [facts.read_weight(rec.weight, each) for each in (rec.local, rec.averaged, rec.trained)],
     )
-    told = exchange(group, asdict(counts), device, "Recording a step: counts")
-    ranks = [RankCounts(**each) for each in told]
+    gathered = exchange(group, asdict(counts), device, "Recording a step: counts")
+    ranks = [RankCounts(**each) for each in gathered]
     check = _check_ranks(rec, reference, ranks) if rec.keeps_tensors else None
     picture = describe_rank(rec, ranks, group.rank(), is_equal)
     rows = sum(sum(each.rows) for each in ranks)
     own = _trace(rec, "DistributedDataParallel", [str(device)], rows, picture, check)
-    told = exchange(group, schema.to_json(own), device, "Recording a step: stages")
-    traces = [schema.from_json(each) for each in told]
+    gathered = exchange(group, schema.to_json(own), device, "Recording a step: stages")
+    traces = [schema.from_json(each) for each in gathered]
     check = traces[0].check
     return replace(
         own,
@@ -243,11 +243,13 @@ def _gather_pieces(rec: StepRecording, trouble: str) -> tuple[list[BatchPart], s
         data = encode([{n: getattr(call, n) for n in names} for call in rec.calls])
     except WireError as error:
         data, trouble = b"", f"its inputs cannot be sent: {error.what}"
-    told = exchange(group, [len(data), trouble], device, "Recording a step: sizes")
-    if sum(size for size, _ in told) > WHOLE_BATCH_LIMIT_BYTES:
+    # A rank that cannot send takes part in the exchange all the same: its reason travels as data,
+    # so all ranks decide alike, and none waits for one that has given up.
+    gathered = exchange(group, [len(data), trouble], device, "Recording a step: sizes")
+    if sum(size for size, _ in gathered) > WHOLE_BATCH_LIMIT_BYTES:
         return [], "the batch is too large to be computed again by one process"
-    if any(said for _, said in told):
-        return [], next(said for _, said in told if said)
+    if any(reason for _, reason in gathered):
+        return [], next(reason for _, reason in gathered if reason)
     sent = gather_bytes(group, data, device, "Recording a step: rows")
     if group.rank() != 0:
         return [], ""

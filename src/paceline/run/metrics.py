@@ -391,7 +391,9 @@ class Reports:
         noise, exchanges = self._parts.training.noise, self._parts.exchanges
         if noise is None or self._parts.recovery.is_apart:
             return None
-        return noise.hear(exchanges.exchange(noise.tell, "Adding up the gradient noise"))
+        return noise.add_gathered(
+            exchanges.exchange(noise.measurements, "Adding up the gradient noise")
+        )
 
     def add_up_so_far(self) -> ExactSums:
         """What a checkpoint keeps of the epoch, from all workers; the noise scale keeps its own."""

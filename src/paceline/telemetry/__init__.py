@@ -1,4 +1,4 @@
-"""What happened when, and who is told: phases, spans, stragglers, stalls, sinks, the terminal."""
+"""Times and events of a run: phases, spans, stragglers, stalls, sinks, trackers, the terminal."""
 
 from paceline.lazy import attach
 

@@ -166,7 +166,7 @@ class Progress:
         self._state.workers = workers
 
     def take_over(self, silent: Progress) -> None:
-        """Continue from another `Progress` that was told of the run and has shown nothing."""
+        """Continue from another `Progress`, which has followed the run silently."""
         self._state, self._is_running = silent._state, silent._is_running
         self._shown_s = self._clock()
         if self._bars:

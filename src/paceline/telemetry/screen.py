@@ -37,7 +37,7 @@ _MOVES = re.compile(rb"\x1b(?:\[[0-9;:?<=>]*[ -/]*[@-ln-~]|[78DMEc])")
 
 @dataclass(frozen=True, slots=True)
 class TerminalSettings:
-    """What the environment says about showing things on a terminal."""
+    """The environment's settings for output on a terminal."""
 
     progress: str = ""
     """How to show a run, from PACELINE_PROGRESS; empty if it is not set."""
@@ -219,9 +219,9 @@ class Screen:
         """Whether a worker draws on this terminal itself: if it dies, `clear` removes its line."""
         self._worker_draws = is_there
 
-    def note(self, said: str) -> None:
-        """Append `said` to the line from now on."""
-        self._note = said
+    def note(self, words: str) -> None:
+        """Append `words` to the line from now on."""
+        self._note = words
         if self._line:
             self._draw()
 

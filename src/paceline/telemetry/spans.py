@@ -167,6 +167,7 @@ class SpanRecorder:
         self._put(name, begin_ns, end_ns, lane, facts)
 
     def _put(self, *span: *_Span) -> None:
+        # No lock: a deque is thread-safe, and a limit that is off by a few spans is harmless.
         if len(self._queue) < self._queue_limit:
             self._queue.append(span)
         else:

@@ -149,7 +149,7 @@ class Stopwatch:
     def _account(self, counts: bool | None = None) -> None:
         """Account for the phases that have ended; if the step did too, `counts` is not None."""
         ended = [(phase, end_ns) for (_, phase), (end_ns, _) in pairwise(self._marks)]
-        del self._marks[:-1]
+        del self._marks[:-1]  # the last phase has not ended
         self._end_phases(ended, self.step, counts)
         # While recording, every mark is accounted for at once: the file of a worker that is killed
         # is then complete up to its last change of phase.
@@ -415,7 +415,7 @@ def waiting(group: Any, elsewhere: bool = False) -> Iterator[None]:
 
 def where() -> tuple[int, bool] | None:
     """When this process last changed its phase, and whether it has waited for others since; None
-    where nothing is measured, and where it waits for somebody outside of the group."""
+    where nothing is measured, and where it waits for a process outside the group."""
     watches = _all_watches()
     if not watches or any(watch.waits_elsewhere for watch in watches):
         return None

@@ -48,6 +48,7 @@ COST_SHARE = 0.002
 
 def next_period(window: Sequence[OwnWork]) -> int:
     """In how many steps to compare again: the same answer on every rank."""
+    # The rank that came last did not wait for others: its time is what the exchange costs.
     took = min(each.took_s for each in window)
     step = max(each.step_s for each in window)
     wanted = took / (COST_SHARE * step) if step > 0 else MOST_PERIOD
@@ -192,13 +193,13 @@ def describe_stall(status: Status, seconds: float) -> str:
     )
 
 
-def name_causes(said: Sequence[Status], silent: Sequence[int], everyone: Sequence[int]) -> str:
+def name_causes(statuses: Sequence[Status], silent: Sequence[int], everyone: Sequence[int]) -> str:
     """Which workers the waiting ones wait for, according to all statuses."""
-    waiting = [status.worker for status in said if status.waits]
-    absent = sorted(set(everyone) - {status.worker for status in said} - set(silent))
+    waiting = [status.worker for status in statuses if status.waits]
+    absent = sorted(set(everyone) - {status.worker for status in statuses} - set(silent))
     causes = [
         f"worker {status.worker}, which is {status.place}, at {status.line or 'no line'}"
-        for status in said
+        for status in statuses
         if not status.waits
     ]
     if silent:
@@ -287,6 +288,7 @@ class StallWatch:
                         generation = membership.generation
                     mine = status_of(watch, membership, beat)
                     self.exchange(store, mine, membership.numbers)
+            # Wake up exactly when this rank may have to report, else at the usual interval.
             left_s = self._speaks_after_s - (self._clock() - watch.since_ns) / 1e9
             del watch, membership  # or the pause would keep them alive, and this thread with them
             period_s = self.timeout_s / 8
@@ -327,18 +329,20 @@ class StallWatch:
         if since == self._named_since_ns or not mine.waits or stands_s < self.timeout_s / 2:
             self._beats.clear()
             return
-        said = [mine]
+        statuses = [mine]
         for worker in sorted(set(everyone) - {mine.worker}):
             key = _KEY.format(worker=worker)
             status = Status.from_json(store.get(key)) if store.check([key]) else None
             if status is not None and status.worker == worker:
-                said.append(status)
+                statuses.append(status)
+        # Two readings: a rank is silent if its heartbeat has not changed in the second half of the
+        # wait. A single old heartbeat may only mean that a busy machine delays the thread.
         if not self._beats:
-            self._beats = {status.worker: status.beat for status in said}
+            self._beats = {status.worker: status.beat for status in statuses}
         elif stands_s >= self._speaks_after_s:
             self._named_since_ns = since
-            silent = [s.worker for s in said if self._beats.get(s.worker) == s.beat]
-            alive = sorted(status for status in said if status.worker not in silent)
+            silent = [s.worker for s in statuses if self._beats.get(s.worker) == s.beat]
+            alive = sorted(status for status in statuses if status.worker not in silent)
             # Only one of the waiting ranks prints it.
             if mine.worker == min(status.worker for status in alive if status.waits):
                 self._say(name_causes(alive, silent, everyone))

@@ -217,12 +217,12 @@ def merge(recordings: Sequence[RankRecording], steps: range | None = None) -> It
                 bucket = _bucket(event)
                 all_ready[bucket] = max(all_ready[bucket], event["ts"])
     for recording in recordings:
-        said = set[tuple[str, str]]()  # a restarted rank repeats its metadata
+        seen = set[tuple[str, str]]()  # a restarted rank repeats its metadata
         for event in _shifted(recording, first, steps):
             if event["ph"] == "M":
                 key = (event["name"], str(event.get("tid")))
-                if key not in said:
-                    said.add(key)
+                if key not in seen:
+                    seen.add(key)
                     yield event
             else:
                 for part in _split(event, transfers, all_ready):

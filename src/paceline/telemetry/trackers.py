@@ -172,12 +172,14 @@ class Tracker:
     def _work(self, info: RunInfo, step: int) -> None:
         try:
             self._read_state()
-            if self.rewinds:
+            if self.rewinds:  # `open` will drop the points of steps that are repeated
                 self._last = {kind: min(last, step) for kind, last in self._last.items()}
             settings = {k: v for k, v in asdict(info).items() if k not in _VOLATILE}
             settings = {**settings.pop("settings"), **settings}
             self.open(info, settings, step)
             self._save_state()
+            # Steps up to `before` are repeated after a resume: the tracker has their points
+            # already.
             status, before = "", dict(self._last)
             while not status:
                 points, status = self._take()
