@@ -14,12 +14,12 @@ from runs import train
 from paceline.errors import UsageError
 from paceline.files.run_folder import RunFolder
 from paceline.group.world import World
-from paceline.run.state import FolderLock
+from paceline.run.folder_lock import FolderLock
 from paceline.testing import run_processes
 
 HOLD = """
 import os, sys
-from paceline.run.state import FolderLock
+from paceline.run.folder_lock import FolderLock
 from paceline.files.run_folder import RunFolder
 
 folder = RunFolder(sys.argv[1])

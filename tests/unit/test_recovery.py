@@ -81,7 +81,10 @@ def at(step: int, worker: int = 0, **rest: Any) -> Standing:
     return Standing(
         worker=worker,
         step=step,
-        **({"results": [], "live": [], "asked": [0, 0], "fit": {"size": None}} | rest),
+        **(
+            {"results": [], "live": [], "asked": [0, 0], "adopted": [[]], "fit": {"size": None}}
+            | rest
+        ),
     )
 
 

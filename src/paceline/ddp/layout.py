@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.ddp.buffer import Bucket, ParamRef
 from paceline.ddp.trailer import CONTROL_WORDS, Trailer
-from paceline.errors import UsageError
+from paceline.errors import DesyncError, UsageError
 from paceline.transport import Flat
 
 MIB = 2**20
@@ -258,6 +258,20 @@ class BucketLayout:
         self._order = list(reversed(range(len(self.params))))
         self._fires, self._seen, self.messages_are_cheap = None, [], True
         self.lay_out()
+
+    def late_gradient(
+        self, step: int, rank: int, came: Sequence[Tensor], started: int
+    ) -> DesyncError:
+        """A gradient came once more often than in the backward the buckets were planned from."""
+        sent = {i for bucket in self.buckets[:started] for i in bucket.indices}
+        index = next(index for index in self.indices(came) if index in sent)
+        self.unlearn()  # the next backward waits for its end, and is learned from again
+        return DesyncError(
+            f"Step {step}: the gradient of {self.params[index].name!r} came again "
+            f"after its bucket had been sent from rank {rank}.",
+            advice="The layer is checkpointed more often than in the first step: pass "
+            "use_reentrant=False to torch.utils.checkpoint.",
+        )
 
     def unlearn(self) -> None:
         """Wait for the end of every backward until one has been learned from again."""

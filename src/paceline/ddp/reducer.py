@@ -22,6 +22,7 @@ from paceline.ddp.buffer import Bucket, ParamRef
 from paceline.ddp.checks import ModelCheck
 from paceline.ddp.hooks import Hook, HookCall
 from paceline.ddp.layout import BucketLayout
+from paceline.ddp.torch_compat import TorchReducer
 from paceline.ddp.trailer import Agreement
 from paceline.ddp.unbucketed import average_sparse, average_unfrozen
 from paceline.errors import DesyncError, FitError, PacelineError, UsageError, name_ranks
@@ -41,7 +42,7 @@ MODEL_CHECK_PERIOD = 64
 """Every so many steps the model is searched for parameters that nobody averages, unasked."""
 
 
-class Reducer(BackwardFollower):
+class Reducer(BackwardFollower, TorchReducer):
     """Averages gradients over the group, bucket by bucket, while backward is still running.
 
         idle --(first hook)--> following a backward --(its end)--> averaged, idle
@@ -82,6 +83,8 @@ class Reducer(BackwardFollower):
         self._sparse_names = sparse_names
         self._sparse = [p for p in params if p.name in trained & sparse_names]
         self._frozen = [p for p in params if p.name not in trained]
+        self.adopted: list[str] = []
+        """Those that were frozen at first, in the order in which they were unfrozen."""
         self._hook: tuple[Hook, Any] | None = None
         self._order_is_agreed = False
         membership.follow(self.on_generation)
@@ -121,13 +124,6 @@ class Reducer(BackwardFollower):
         self.wants_sync, self.agreement.compares = before.wants_sync, before.agreement.compares
         if before._hook is not None:
             self.set_hook(*before._hook)
-
-    def prepare_for_backward(self, _outputs: object = ()) -> None:
-        """Nothing to do; libraries call it, and the two below, on torch's reducer."""
-
-    def _rebuild_buckets(self) -> None: ...
-
-    def _delay_all_reduce(self) -> None: ...
 
     def on_generation(self) -> None:
         """Continue among the ranks of another group: sums, memory and order are found anew."""
@@ -261,7 +257,9 @@ class Reducer(BackwardFollower):
                 continue
             current.missing[bucket] -= times
             if bucket < len(current.in_flight):
-                raise self._late_gradient(came, len(current.in_flight))
+                raise self._layout.late_gradient(
+                    self.steps, self.membership.rank, came, len(current.in_flight)
+                )
 
     def _on_gradients(self, current: Backward) -> None:
         """Start every full bucket whose predecessors have started.
@@ -394,11 +392,24 @@ class Reducer(BackwardFollower):
         dense = [ref for ref in newly if ref.name not in self._sparse_names]
         device = self._layout.buckets[-1].plan.device
         average_unfrozen(self.membership.group, newly, dense, factor, device, self.steps)
-        self._frozen = [ref for ref in self._frozen if not ref.requires_grad]
+        self._take_in(newly)
+
+    def _take_in(self, newly: Sequence[ParamRef]) -> None:
+        self.adopted += [ref.name for ref in newly]
+        self._frozen = [ref for ref in self._frozen if ref.name not in self.adopted]
         self._sparse += [ref for ref in newly if ref.name in self._sparse_names]
-        self._layout.add(dense)
+        self._layout.add([ref for ref in newly if ref.name not in self._sparse_names])
         self._order_is_agreed = False
         self._lay_out()
+
+    def adopt(self, names: Sequence[str]) -> None:
+        """In a new generation: follow the parameters that other ranks do since they were unfrozen,
+        in their order, and lay them out as they do."""
+        ref_by_name = {ref.name: ref for ref in self._frozen}
+        if newly := [ref_by_name[name] for name in names if name in ref_by_name]:
+            self._take_in(newly)
+            self._layout.begin_anew()
+            self._lay_out()
 
     def _learn(self, ready: Sequence[int]) -> None:
         """Lay the buckets out once in the order in which gradients became ready on rank 0."""
@@ -474,18 +485,6 @@ class Reducer(BackwardFollower):
                 advice="Call zero_grad() first; to accumulate, put every backward but the last "
                 "under no_sync().",
             )
-
-    def _late_gradient(self, came: Sequence[Tensor], started: int) -> DesyncError:
-        """A gradient came once more often than in the backward the buckets were planned from."""
-        sent = {i for bucket in self._layout.buckets[:started] for i in bucket.indices}
-        index = next(index for index in self._layout.indices(came) if index in sent)
-        self._layout.unlearn()  # the next backward waits for its end, and is learned from again
-        return DesyncError(
-            f"Step {self.steps}: the gradient of {self._layout.params[index].name!r} came again "
-            f"after its bucket had been sent from rank {self.membership.rank}.",
-            advice="The layer is checkpointed more often than in the first step: pass "
-            "use_reentrant=False to torch.utils.checkpoint.",
-        )
 
     def _describe(self, number: int) -> str:
         first, *rest = self._layout.buckets[number].names or [""]

@@ -22,6 +22,17 @@ if TYPE_CHECKING:
     from paceline.ddp.reducer import Reducer
 
 
+class TorchReducer:
+    """Mixed into `Reducer`."""
+
+    def prepare_for_backward(self, _outputs: object = ()) -> None:
+        """Nothing to do; libraries call it, and the two below, on torch's reducer."""
+
+    def _rebuild_buckets(self) -> None: ...
+
+    def _delay_all_reduce(self) -> None: ...
+
+
 class TorchSurface:
     """Mixed into `DistributedDataParallel`."""
 

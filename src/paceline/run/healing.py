@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import PeerError
 from paceline.group import exchange
 from paceline.run.metrics import add_sums
+from paceline.run.models import adopt, adopted_by
 from paceline.run.state import broadcast_state
 from paceline.telemetry import Message, count_text
 
@@ -48,6 +49,8 @@ class Standing:
     """After which steps all were to save, and to evaluate, as far as it has heard."""
     identity: int = 0
     """Which model the engine says this is."""
+    adopted: list[list[str]]
+    """By model, the parameters that were unfrozen, as its engine follows them."""
     live: list[str]
     """The buffers that change."""
     fit: dict[str, Any]
@@ -77,6 +80,7 @@ class Verdict:
     stopping: int
     asked: list[int]
     identity: int
+    adopted: list[list[str]]
     live: frozenset[str]
     fit: dict[str, Any]
 
@@ -113,6 +117,9 @@ def compare(standings: Sequence[Standing]) -> Verdict:
         stopping=max(each.stopping for each in standings),
         asked=asked,
         identity=furthest[0].identity,
+        adopted=[
+            max(of_all, key=len) for of_all in zip(*(e.adopted for e in standings), strict=True)
+        ],
         live=frozenset(name for each in standings for name in each.live),
         # One may have heard that memory ran out, and another only that a worker died.
         fit=min((each.fit for each in furthest), key=lambda fit: fit["size"] or math.inf),
@@ -168,6 +175,7 @@ class Healing:
             stopping=parts.progress.stopping,
             asked=[parts.progress.save_at, parts.progress.evaluate_at],
             identity=training.engine.identity,
+            adopted=adopted_by(training.engine),
             live=[] if buffers is None else sorted(buffers.live),
             fit=training.fit.state_dict(),
         )
@@ -189,6 +197,8 @@ class Healing:
             progress.position, common = state.load(
                 sent, with_objects=is_new, with_parts=verdict.is_whole
             )
+            if is_new:
+                state.modes.join(sent["modes"])
             if is_new or before != progress.position:
                 parts.outlets.metrics.take_common(common)
 
@@ -214,6 +224,7 @@ class Healing:
         parts.outlets.saving.saved_step = verdict.saved
         if mine.identity != verdict.identity:
             training.engine.identity = verdict.identity
+        adopt(training.engine, verdict.adopted)
         if mine.fit != verdict.fit:
             training.fit.load_state_dict(verdict.fit)
         if training.buffers is not None:

@@ -346,3 +346,20 @@ class TurnUpdate:
         for update in self.updates.values():
             refusals.callback(update.refuse_others(known))
         return refusals.close
+
+
+def adopted_by(engine: Any) -> list[list[str]]:
+    """By model, the parameters that its engine follows since they were unfrozen, in that order.
+
+    An engine without a reducer looks in every step which are.
+    """
+    engines = engine.engines.values() if isinstance(engine, TurnEngine) else [engine]
+    return [list(e.reducer.adopted) if hasattr(e, "reducer") else [] for e in engines]
+
+
+def adopt(engine: Any, names: Sequence[Sequence[str]]) -> None:
+    """Have the engines follow what those of other workers do, in a new generation."""
+    engines = engine.engines.values() if isinstance(engine, TurnEngine) else [engine]
+    for each, known in zip(engines, names, strict=True):
+        if known:
+            each.reducer.adopt(known)

@@ -1,4 +1,6 @@
-"""The script's own objects in `state=`, put back where what a block did to them is done again.
+"""What a script changes besides the model's numbers: its objects in `state=`, and modes.
+
+Objects are put back where what a block did to them is done again.
 
 A step that is lost begins again with the first line of its block, or, inside the loop over
 batches, with the first batch. Whatever the lines in between have counted would count twice.
@@ -12,7 +14,7 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.errors import PacelineError
 from paceline.files import encode
@@ -66,6 +68,39 @@ class StateObjects:
                     "behind the block."
                 )
                 self.tell(Message(text, "warning"))
+
+
+class Modes:
+    """Which parameters are frozen, and which layers are in evaluation mode.
+
+    A script may set them once, in a step that a worker which joins later has not lived through, nor
+    one that continues from a checkpoint. They are taken over where the script began with the same.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._begun = self._find_frozen()
+
+    def state_dict(self) -> dict[str, list[str]]:
+        layers = [name for name, each in self._module.named_modules() if not each.training]
+        return {"begun": self._begun, "frozen": self._find_frozen(), "evaluating": layers}
+
+    def load_state_dict(self, state: Mapping[str, list[str]]) -> None:
+        """Freeze the same; layers stay in their mode, which a save may see in an evaluation."""
+        frozen = set(state["frozen"])
+        if state["begun"] == self._begun and frozen != set(self._find_frozen()):
+            for name, param in self._module.named_parameters():
+                param.requires_grad_(name not in frozen)
+
+    def join(self, state: Mapping[str, list[str]]) -> None:
+        """Have the modes of workers that are between two steps."""
+        self.load_state_dict(state)
+        evaluating = set(state["evaluating"])
+        for name, layer in self._module.named_modules():
+            layer.training = name not in evaluating
+
+    def _find_frozen(self) -> list[str]:
+        return [n for n, param in self._module.named_parameters() if not param.requires_grad]
 
 
 def _is_small(state: Any) -> bool:

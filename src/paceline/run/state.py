@@ -7,10 +7,7 @@ that would have come. Rank 0 reads and writes; the folder may be on its disk alo
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,8 +22,10 @@ from paceline.group import Membership, broadcast, exchange
 from paceline.policy import NoiseMeter
 from paceline.run.config import RunConfig
 from paceline.run.fit import Fit
+from paceline.run.folder_lock import FolderLock
 from paceline.run.metrics import ExactSums
 from paceline.run.models import TurnUpdate
+from paceline.run.objects import Modes
 from paceline.run.updates import Rating, find_better
 from paceline.telemetry import Written
 from paceline.update import ExchangedStep, Update, WholeUpdate, find_exchanged, load_state
@@ -63,6 +62,7 @@ class RunState:
         self._guard: Any = None
         self._exchanged: ExchangedStep | None = None
         self.noise: NoiseMeter | None = None
+        self.modes = Modes(module)
         self.loaders: list[Any] | None = None
         """The states of all workers' loaders, where they have any."""
 
@@ -89,6 +89,7 @@ class RunState:
             "metrics": epoch_sums,
             "rating": self._rating.state_dict(),
             "optimizer_params": self._param_names(),
+            "modes": self.modes.state_dict(),
             **({} if self._fit.size is None else {"fit": self._fit.state_dict()}),
             **({} if self.loaders is None else {"loader": self.loaders}),
             **({} if self.noise is None else {"noise": self.noise.scale.state_dict()}),
@@ -150,6 +151,8 @@ class RunState:
             _load(self._rating, state["rating"], "the rating")
         if "fit" in state:
             _load(self._fit, state["fit"], "fit=")
+        if "modes" in state and with_objects:
+            _load(self.modes, state["modes"], "the parameters that are frozen")
         if "noise" in state and self.noise is not None and with_objects:
             _load(self.noise.scale, state["noise"], "the noise scale")
         return position_in(state), dict(state["metrics"])
@@ -191,7 +194,7 @@ class RunState:
         take_apart(self.gather(Position(), {}), "state", UsageError)
 
     def _check_parts(self, state: Mapping[str, Any]) -> None:
-        kept = "loader model state position metrics rating optimizer_params fit noise"
+        kept = "loader model state position metrics rating optimizer_params fit noise modes"
         there = set(state) - set(kept.split())
         there |= {f"state[{name!r}]" for name in state.get("state", {})}
         here = set(self._parts) | {f"state[{name!r}]" for name in self._others}
@@ -427,48 +430,6 @@ class Saving:
             return ""
         lost = step - self.written_step
         return f"the last {lost} steps are not saved. {self._checkpoints.problem}" * (lost > 0)
-
-
-class FolderLock:
-    """One run at a time in a folder: two would mix their checkpoints."""
-
-    # The lock is the kernel's and goes with the process, so a killed run leaves nothing to clean
-    # up. A record lock and not `flock`: that one would be inherited by the processes that load
-    # data, which outlive a killed training by seconds, in which it may be started again. So two
-    # runs in one process are not told from one another.
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self._file: int | None = None
-
-    def take(self) -> None:
-        """Raise if another process has the folder. Where nothing can be locked, train without."""
-        if self._file is not None:
-            return
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        # A read-only or a full disk, and a network drive without locks: nobody can be kept out.
-        with suppress(OSError):
-            file = self._file = os.open(self._folder.path / ".lock", flags, 0o600)
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.truncate(file, 0)
-                os.pwrite(file, str(os.getpid()).encode(), 0)
-            except (BlockingIOError, PermissionError):
-                owner = os.pread(file, 20, 0).decode("ascii", "replace").strip()
-                self.give_up()
-                raise UsageError(
-                    f"The folder {self._folder.path} is in use: process {owner or 'unknown'} "
-                    "trains there.",
-                    advice="Wait until it has ended, or choose another folder.",
-                ) from None
-
-    def give_up(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-    def __del__(self) -> None:
-        self.give_up()
 
 
 def broadcast_state(members: Membership, value: Any, root: int, what: str) -> Any:
