@@ -204,6 +204,25 @@ def test_a_group_that_broke_is_left_by_all_although_a_newcomer_waits_to_be_let_i
         assert roster.on_joined(1, number) == [Announce(number + 1, (0, 1, 2), is_urgent=False)]
 
 
+def test_members_that_cannot_form_a_group_for_long_stop_with_what_they_said() -> None:
+    roster, now_s = formed(2, patience_s=30), NOW_S
+    roster.on_lost(0, 0, now_s)
+    for number in range(1, 1000):
+        assert roster.due_s is not None
+        now_s = roster.due_s
+        orders = roster.on_time(now_s)
+        if number == 200:  # one that is formed begins the count anew, and so does a death
+            assert [roster.on_joined(worker, number) for worker in (0, 1)] == [[], []]
+        if not isinstance(orders[0], Announce):
+            break
+        roster.on_lost(1, number, now_s + 0.1, "OSError: Too many open files")
+    [order] = orders
+    assert isinstance(order, Stop)
+    assert order.reason.endswith("worker 1: OSError: Too many open files")
+    assert number > 380
+    assert now_s - NOW_S > 59
+
+
 def test_news_of_a_death_overtakes_a_broken_group() -> None:
     roster = formed(3)
     roster.on_lost(0, 0, NOW_S)

@@ -112,8 +112,8 @@ class Generations(Workers):
             case {"said": "ready"}:
                 self._carry_out(self.roster.on_ready(worker))
             case {"said": "lost", "generation": int(number)}:
-                self._broken_s = time.monotonic()
-                self._carry_out(self.roster.on_lost(worker, number, time.monotonic()))
+                self._broken_s, why = time.monotonic(), str(message.get("why", ""))
+                self._carry_out(self.roster.on_lost(worker, number, time.monotonic(), why))
             case {"said": "leaving"}:
                 self._carry_out(self.roster.on_leaving(worker, time.monotonic()))
                 if self.roster.is_left:
@@ -329,7 +329,7 @@ class Generations(Workers):
         now_s = time.monotonic()
         self._judge_early()
         orders = [] if self._early else self.roster.on_time(now_s)
-        if orders and not self._leavers:
+        if orders and not self._leavers and self.roster.fruitless < 2:
             self.say("workers have lost their connection to each other; they form a new group.")
         self._carry_out(orders)
         due = [start for start in self.starts if start.at_s <= now_s]

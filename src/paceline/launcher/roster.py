@@ -21,6 +21,8 @@ START_TRIES = 5
 FIRST_BACKOFF_S = 1.0
 LOST_GRACE_S = 0.05
 """How long a broken group waits for the news of a death that would explain it."""
+MOST_FRUITLESS, FORMING_S = 10, 30.0
+"""So many groups in a row may fail to form, and any number within the time."""
 LEFT_GRACE_S = 5.0
 """How long those who are left wait for one whose script has left the loop before they did."""
 
@@ -126,6 +128,13 @@ class Roster:
     """A member has done all there was to do, and nobody finishes before all have: no more joins."""
     is_stopping: bool = False
     """All were asked to stop: who is left finishes the step and saves, and nobody is replaced."""
+    patience_s: float = FORMING_S
+    """How long at least groups may fail to form: what is between machines may come back."""
+    fruitless: int = 0
+    """How many groups in a row the same members could not form."""
+    _fruitless_since_s: float = 0.0
+    _why_by_worker: dict[int, str] = field(default_factory=dict)
+    """What the members said of the last ones."""
     _workers: dict[int, _WorkerState] = field(default_factory=dict)
     _lost_at_s: float | None = None
     _is_urgent: bool = True
@@ -214,7 +223,7 @@ class Roster:
             return []
         return [RestartAll(f"machine {machine}, the last one with workers, was lost")]
 
-    def on_lost(self, worker: int, generation: int, now_s: float) -> list[Order]:
+    def on_lost(self, worker: int, generation: int, now_s: float, why: str = "") -> list[Order]:
         """A member's group is broken; who died, if anybody did, will be heard of soon.
 
         Where the next generation waits for the end of a step, others may wait in this one for what
@@ -223,6 +232,7 @@ class Roster:
         is_awaited = generation == self.generation - 1 and not self._is_urgent
         if (generation == self.generation or is_awaited) and worker in self.members:
             self._lost_at_s = min(now_s, self._lost_at_s or now_s)
+            self._why_by_worker[worker] = why
         return []
 
     def on_stop(self) -> list[Order]:
@@ -254,6 +264,14 @@ class Roster:
         """Nobody died: the same members form another group."""
         if self.due_s is None or now_s < self.due_s:
             return []
+        if self.is_formed or not self.fruitless:
+            self._fruitless_since_s = now_s
+        self.fruitless = 0 if self.is_formed else self.fruitless + 1
+        is_late = now_s - self._fruitless_since_s >= self.patience_s
+        if self.fruitless >= MOST_FRUITLESS and is_late:
+            said = (f"worker {one}: {why}" for one, why in sorted(self._why_by_worker.items()))
+            text = f"{self.fruitless} groups in a row could not be formed"
+            return [Stop("; ".join((text, *said)))]
         return [self._announce(self.members, is_urgent=True), *self._dismiss_waiting()]
 
     @property
@@ -368,6 +386,7 @@ class Roster:
         return [self._announce(members, is_urgent=False, leaving=leaving)]
 
     def _lose(self, rest: tuple[int, ...]) -> list[Order]:
+        self.fruitless, self._why_by_worker = 0, {}
         if rest[:1] != self.members[:1]:
             rest = tuple(sorted(rest, key=lambda worker: self.machine_of(worker) != self.here))
         self.members = rest

@@ -56,7 +56,7 @@ from paceline.launcher.plan import (
     python_argv,
 )
 from paceline.launcher.process import SignalInbox, WorkerProcess, private_folder
-from paceline.launcher.roster import Roster
+from paceline.launcher.roster import FORMING_S, Roster
 from paceline.launcher.store import StoreServer
 from paceline.launcher.supervise import Supervisor
 from paceline.launcher.template import Forked, Template, TemplateError
@@ -203,6 +203,7 @@ class LocalRun:
             min_workers=least,
             max_replacements=self.options.max_restarts,
             machine_by_worker=machine_by_worker or {},
+            patience_s=max(FORMING_S, 2 * self.options.machine_timeout),
             deaths=self.deaths,
         )
 

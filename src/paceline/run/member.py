@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch.distributed import init_process_group
 
 from paceline import env
-from paceline.errors import AuditError, PacelineError, PeerError
+from paceline.errors import AuditError, PacelineError, PeerError, summarize
 from paceline.group import (
     MEETINGS,
     Connections,
@@ -179,8 +179,8 @@ class Member:
                 loses = self._heal({k: v for k, v in inherited if k not in self.taken})
             except Overtaken:
                 continue
-            except PeerError:
-                self.report_lost()
+            except PeerError as error:
+                self.report_lost(error.__cause__ or error)
                 continue
             self._link.tell("joined", generation=self.number, taken=list(self.taken), loses=loses)
             if self.number % COLLECT_EVERY == 0:
@@ -205,9 +205,11 @@ class Member:
         """
         self._link.tell("finished", is_left=is_left, is_saved=is_saved)
 
-    def report_lost(self) -> None:
-        """Tell the launcher that the group is broken, in case that nobody died."""
-        self._link.tell("lost", generation=self.number)
+    def report_lost(self, why: BaseException | None = None) -> None:
+        """Tell the launcher that the group is broken, in case that nobody died; or that it could
+        not be formed, and why."""
+        text = "" if why is None else summarize(why)
+        self._link.tell("lost", generation=self.number, why=text)
 
     def _form(self, generation: Generation) -> Any:
         """The group of a generation, once all its members are there."""
