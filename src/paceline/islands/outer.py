@@ -21,6 +21,7 @@ from torch import Tensor
 
 from paceline.islands.bits import pack, packed_bytes, unpack
 from paceline.islands.options import Islands
+from paceline.torch_private import foreach_add_, foreach_copy_
 
 PIECE = 2**20
 """How many values are packed together. Equal on all islands: it decides the order of the bytes."""
@@ -136,14 +137,11 @@ class Fragment:
     def _write(self, *, has_moved: bool) -> None:
         """Move to the common parameters, keeping the steps since the exchange began."""
         assert self.local is not None
-        start = 0
-        for tensor in self.tensors:
-            part = slice(start, start + tensor.numel())
-            if has_moved:
-                tensor.detach().add_((self.anchor[part] - self.local[part]).view_as(tensor))
-            else:
-                tensor.detach().copy_(self.anchor[part].view_as(tensor))
-            start = part.stop
+        values = self.local.neg_().add_(self.anchor) if has_moved else self.anchor
+        tensors = [tensor.detach() for tensor in self.tensors]
+        flats = torch.split(values, [tensor.numel() for tensor in tensors])
+        parts = [flat.view_as(tensor) for flat, tensor in zip(flats, tensors, strict=True)]
+        (foreach_add_ if has_moved else foreach_copy_)(tensors, parts)
         self.local = None
 
 
