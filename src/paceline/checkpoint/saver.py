@@ -199,6 +199,7 @@ class Checkpoints:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
+            # Before the save, because leftovers of killed writers take the space that it needs.
             with suppress(OSError):
                 directory.sweep(self.folder)
             entry, manifest = directory.publish(self.folder, step, contents, metric, facts)

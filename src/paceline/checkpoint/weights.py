@@ -88,6 +88,7 @@ def load_weights(
     shapes, casts = _compare(own, given, names)
     loaded = set(names.values())
     lacking = [name for name in own if name not in loaded]
+    # A name that the file lacks is not missing if it shares memory with one that is loaded.
     memory = {_memory_key(own[name]) for name in loaded} - {None}
     tied = [name for name in lacking if _memory_key(own[name]) in memory]
     plan = WeightsReport(

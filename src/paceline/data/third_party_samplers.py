@@ -84,6 +84,8 @@ def draw(sampler: Any, seed: int, epoch: int) -> Iterator[Any]:
     if all(kind.__module__ == torch_samplers.__name__ or kind in plain for kind in kinds):
         yield from sampler
         return
+    # Only while items are drawn do the global generators have this pass's state: between two draws
+    # the training uses them with its own.
     shared = Generators()
     with shared.kept():
         seed_globals(seed + epoch)

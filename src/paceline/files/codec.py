@@ -281,6 +281,8 @@ class _Encoder:
             *(tensor.data_ptr(), tensor.device, tensor.dtype, tensor.shape, tensor.stride()),
             *(tensor.is_conj(), tensor.is_neg()),
         )
+        # Tied tensors are written once. Empty ones have no memory: their address identifies
+        # nothing.
         if not tensor.numel() or memory not in self._name_by_memory:
             self._name_by_memory[memory] = self._add(tensor)
         return self._name_by_memory[memory]

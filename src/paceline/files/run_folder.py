@@ -220,7 +220,7 @@ class EventWriter:
         self.close()
 
     def _open(self) -> int:
-        if self._file is not None and not os.fstat(self._file).st_nlink:
+        if self._file is not None and not os.fstat(self._file).st_nlink:  # it was deleted
             self.close()
             if not self._has_failed:
                 text = "was deleted; what happens from now on is in a new file"

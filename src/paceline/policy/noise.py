@@ -156,7 +156,7 @@ class NoiseMeter:
 
     def begin(self, step: int) -> bool:
         """A step begins; whether it is measured: its number alone decides, so all ranks agree."""
-        self.cancel()
+        self.cancel()  # the step before may have failed between `begin` and `end`
         if step % self.every:
             return False
         self._step = step

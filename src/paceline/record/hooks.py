@@ -243,6 +243,8 @@ class StepRecording:
     def _on_return(self, now_ns: int, module: nn.Module, _args: Any, output: Any) -> Any:
         call = self._running.pop(module)
         call.end_ns = now_ns
+        # Unchanged generators: the pass drew no random numbers, so it can be computed with any
+        # state.
         if all(map(torch.equal, call.random_state, _random_state())):
             call.random_state = []
         call.output = self._keep(output)

@@ -297,6 +297,8 @@ class Sinks:
     def tell(self, method: str, *args: Any, but: Sink | None = None) -> None:
         """Call one method of every sink; the terminal starts first and stops last."""
         before, self.is_telling = self.is_telling, True
+        # The terminal is the first sink: its summary must come after what other sinks print at the
+        # end.
         for sink in reversed(self._sinks) if method == "stop" else self._sinks:
             if sink is but:
                 continue

@@ -179,6 +179,7 @@ class SpanRecorder:
 
     def close(self) -> None:
         """Write what is queued, what recording cost, and the closing bracket."""
+        # The writer first: two threads must not drain the queue at once.
         self._done.set()
         self._writer.join()
         self._drain()

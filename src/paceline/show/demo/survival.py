@@ -155,6 +155,8 @@ def follow(
             changes = [event["workers"] for event in data.events["generation"]]
             workers = count_text([data.workers, *changes][-1], "worker")
             print_lines([f"  step {shown:>4}   {workers}   loss {loss:.4f}"])
+        # At a third: early enough for the replacement to train, late enough to have something to
+        # lose.
         if data.steps >= steps // 3 and not killed_in:
             killed_in, pid = data.steps + 1, data.ranks[KILLED_WORKER].pid
             print_lines(

@@ -208,6 +208,7 @@ class Session:
     def _note(self, name: str, score: Score, question: Question) -> bool:
         """Ask one question, and save the prediction at once."""
         told, answered = self.play(question)
+        # Saved before anything else, because the terminal may go away at any time.
         score.add(question.name, told)
         self.memory.done.begun[name] = score
         self._save()

@@ -51,6 +51,7 @@ class Curve:
             cells[cell] = before[0] + total, before[1] + weight
             return
         cells[cell] = total, weight
+        # Merge pairs of cells, which halves the resolution: sums and counts stay exact.
         while len(self._cells) > self._limit:
             old, self._cells = self._cells, {}
             self._stride *= 2

@@ -60,6 +60,7 @@ class Window:
 
     def summarise(self) -> OwnWork:
         """The averages, without the longest step."""
+        # As in `telemetry.blame.summarise`: one long step is a pause, not a slow worker.
         less, longest = (self.longest_s, self.longest) if self.steps > 2 else (0.0, {})
         steps = self.steps - (self.steps > 2)
         count, total = max(1, steps), self.total - less

@@ -122,7 +122,7 @@ def how_it_learned(data: RunData) -> list[str]:
             )
     if ends := loss_ends(data):
         (first, begin), (last, end) = ends
-        if abs(last - first) <= 0.01 * abs(first):
+        if abs(last - first) <= 0.01 * abs(first):  # a change below 1 % is not worth a direction
             said.append(f"The training loss stayed near {metric_text('loss', last)}.")
         else:
             verb = "fell" if last < first else "rose"

@@ -362,7 +362,7 @@ def take_flags_after(args: argparse.Namespace) -> argparse.Namespace:
     parser: argparse.ArgumentParser = args.parser
     flags = {
         name: action
-        for action in parser._actions
+        for action in parser._actions  # argparse has no public list of flags
         for name in action.option_strings
         if action.dest != "help"
     }

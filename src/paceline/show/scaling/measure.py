@@ -242,6 +242,7 @@ def run_once(
             # A new runs folder each time: a script that resumes its run would have nothing left to
             # do.
             env={**os.environ, RUNS_VARIABLE: str(folder / "runs"), **environ},
+            # Ended by the kernel if this process is killed, which cannot end it then.
             preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),
         )
     has_enough = False

@@ -117,6 +117,7 @@ def trace_prediction(
 
     def note(module: nn.Module, _args: Any, output: Any) -> None:
         found = next(find_tensors(output), None)
+        # No layer was added since this module began, so it called no other one.
         if begun.pop() == len(layers) and found is not None:
             layers.append(
                 Layer(

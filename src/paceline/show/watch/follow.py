@@ -85,6 +85,8 @@ class Followed:
         self.begin()
         try:
             while True:
+                # Taken before the messages are sent, so that news published meanwhile is not
+                # missed.
                 news = self._news
                 for kind, (number, message) in list(self._messages.items()):
                     if had.get(kind) != number:
@@ -139,6 +141,7 @@ class Followed:
         if kind == "document":
             self._messages.clear()  # a document includes all that older messages had
         self._messages[kind] = self._published, message
+        # A new event for each publication: every page waits on the one that it has seen.
         self._news.set()
         self._news = asyncio.Event()
 

@@ -140,6 +140,8 @@ class Guard:
         from starlette.datastructures import Headers, QueryParams
 
         headers, query = Headers(scope=scope), QueryParams(scope["query_string"])
+        # A page of another site can reach this server through DNS that it controls, but not with
+        # this Host header (DNS rebinding); with two headers it is unclear which one counts.
         given = [name for name in scope["headers"] if name[0] == b"host"]
         if len(given) != 1 or given[0][1].lower() not in self._hosts:
             return 421, "This server only answers requests for its own address."
