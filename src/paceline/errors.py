@@ -187,7 +187,8 @@ def check_whole(
     """Refuse an argument that is not a whole number from `least` up, or above `most`."""
     is_whole = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
     if not is_whole and not (or_none and value is None):
-        upto = "up" if most == 2**63 - 1 else f"to {most}"
+        is_beyond = isinstance(value, int) and value > most
+        upto = f"to {most}" if is_beyond or most != 2**63 - 1 else "up"
         advice = f"Pass a whole number from {least} {upto}{', or None' if or_none else ''}."
         raise UsageError(f"{name} is {value!r:.100}.", advice=advice)
 

@@ -305,6 +305,23 @@ def test_the_page_quotes_what_is_really_said() -> None:
     assert f"{plan.accumulation} passes of at most {plan.rows_per_pass} rows" in page
 
 
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        *(("--batch", "0"), ("--batch", "9" * 40), ("--workers", "0"), ("--workers", "1000000000")),
+        *(("--rows", "-1"), ("--rows", "0"), ("--parameters", "nan"), ("--parameters", "1e308")),
+        *(("--step-ms", "inf"), ("--step-ms", "1e-320"), ("--bandwidth-gbps", "0")),
+    ],
+)
+def test_the_command_refuses_a_number_by_the_name_of_its_flag(
+    flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"--batch": "8", "--workers": "2", "--parameters": "34e6", "--step-ms": "150"}
+    given |= {"--bandwidth-gbps": "1", flag: value}
+    assert main(["policy", *(word for pair in given.items() for word in pair)]) == 2
+    assert f"{flag} is " in capsys.readouterr().err
+
+
 def test_the_command_says_whether_islands_pay(capsys: pytest.CaptureFixture[str]) -> None:
     command = ["policy", "--batch", "8", "--workers", "2", "--parameters", "34e6"]
     assert main([*command, "--step-ms", "150", "--bandwidth-gbps", "0.02", "--json"]) == 0

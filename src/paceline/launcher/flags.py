@@ -100,7 +100,7 @@ def whole(least: int, most: int = 10**9) -> Reader:
 def seconds(text: str) -> float | None:
     """A number of seconds; nothing is None."""
     if text and re.fullmatch(r"\d{1,9}(\.\d*)?|\.\d+", text) is None:
-        raise ValueError("Use a number of seconds from 0 up.")
+        raise ValueError("Use a number of seconds from 0 to 999999999.")
     return float(text) if text else None
 
 

@@ -7,12 +7,16 @@ import json
 import textwrap
 from typing import Any
 
-from paceline.errors import SettingError
+from paceline.errors import SettingError, check_whole
 from paceline.islands import Forecast, forecast_islands
 from paceline.policy.batch import LearningRate, plan_batch
 from paceline.telemetry import count_text
 
 WIDTH = 80
+MOST_ROWS, MOST_WORKERS = 2**40, 2**20
+"""Of which each has its rows in the plan."""
+LEAST, MOST = 1e-6, 1e15
+"""Of a model's parameters, of milliseconds and of gigabits per second."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,8 +74,23 @@ def weigh_islands(args: argparse.Namespace) -> Forecast | None:
     )
 
 
+def check_arguments(args: argparse.Namespace) -> None:
+    """Refuse numbers that mean nothing, by the names of their flags."""
+    check_whole("--batch", args.batch, most=MOST_ROWS)
+    check_whole("--workers", args.workers, most=MOST_WORKERS)
+    check_whole("--rows", args.rows, or_none=True)
+    for name in ("parameters", "step_ms", "bandwidth_gbps"):
+        value = getattr(args, name)
+        if value is not None and not LEAST <= value <= MOST:
+            raise SettingError(
+                f"--{name.replace('_', '-')} is {value!r}.",
+                advice=f"Pass a number from {LEAST:g} to {MOST:g}.",
+            )
+
+
 def main(args: argparse.Namespace) -> int:
     """Print both ways."""
+    check_arguments(args)
     found = describe(args.batch, args.workers, args.rows)
     islands = weigh_islands(args)
     if args.json:
