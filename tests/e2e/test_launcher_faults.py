@@ -275,3 +275,21 @@ def between(step):
     assert done.returncode == 143, done.stderr
     [saved] = (tmp_path / "run" / "checkpoints").glob("step-*")
     assert int(saved.name[5:13]) >= 3
+
+
+def test_survivors_wait_for_replacements_as_long_as_the_launcher_tries(tmp_path: Path) -> None:
+    faults = """
+from paceline.run import member
+member.ANNOUNCE_TIMEOUT_S = 4.0
+if (here / "ended").exists():
+    time.sleep(8)
+def between(step):
+    if step == 10 and rank == 1 and once("ended"):
+        end()
+    wait_for_all()
+"""
+    done = train(tmp_path, faults, "--min-workers", 3)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("worker 1 was killed by signal 9") == 1
+    assert "PeerError" not in done.stderr
+    assert {steps for steps, _ in ends_of(tmp_path).values()} == {40}

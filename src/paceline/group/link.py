@@ -50,6 +50,8 @@ class Generation:
     """This worker is asked to go when it begins."""
     is_welcome: bool = False
     """Said again to a newcomer that has joined: from now on it is not left behind."""
+    is_awaited: bool = False
+    """No generation yet: the launcher waits for workers, and those who are there wait with it."""
     ends: str = ""
     """Why no generation follows, if none does: this one is not to be joined."""
     inherited: dict[str, Any] = field(default_factory=dict)

@@ -35,6 +35,7 @@ BROKEN_S = 10.0
 another time, as of a database, is the script's own."""
 OVERTAKEN_S = 2.0
 """So long may it take to hear from another machine that its workers had begun before a death."""
+WORD_EVERY_S = 2.0
 HOW_LENGTH = 200
 """So much of how a worker ended is kept in the run folder."""
 
@@ -69,6 +70,8 @@ class Generations(Workers):
     """Deaths that are judged when it is known whether all had begun to train."""
     _early_s: float = math.inf
     """Until when that may become known."""
+    _word_due_s: float = 0.0
+    """When those who are kept waiting are told again that the launcher lives."""
     _is_rest_due: bool = False
     """Whether worker 0 is to be made up for, once the last of it has ended."""
 
@@ -332,6 +335,11 @@ class Generations(Workers):
         if orders and not self._leavers and self.roster.fruitless < 2:
             self.say("workers have lost their connection to each other; they form a new group.")
         self._carry_out(orders)
+        if now_s >= self._word_due_s:
+            self._word_due_s = now_s + WORD_EVERY_S
+            message = {"number": 0, "rank": 0, "size": 0, "is_awaited": True}
+            for worker in self.roster.kept_waiting:
+                self._order(worker, {"do": "tell", "worker": worker, "generation": message})
         due = [start for start in self.starts if start.at_s <= now_s]
         self.starts = [start for start in self.starts if start.at_s > now_s]
         for start in due:

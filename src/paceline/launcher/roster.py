@@ -153,6 +153,11 @@ class Roster:
         return all(self._workers[worker].joined == self.generation for worker in self.members)
 
     @property
+    def kept_waiting(self) -> tuple[int, ...]:
+        """Who waits for others: members for replacements, and newcomers for the end of a step."""
+        return (*(self.members if self.is_held else ()), *self._waiting)
+
+    @property
     def has_trained(self) -> bool:
         """Whether somebody ever joined a generation: until then there is nothing to survive."""
         return self.generation > 0 or self.is_formed

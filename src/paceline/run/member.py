@@ -60,7 +60,8 @@ BUILD_TIMEOUT = timedelta(seconds=0.75)
 MOST_DOUBLINGS = 5
 """Or the machines are so busy, or so many, that it takes longer."""
 ANNOUNCE_TIMEOUT_S = 600.0
-"""How long to wait for the next generation; a launcher that lives answers in milliseconds."""
+"""How long to wait for the next generation; a launcher that lives answers in milliseconds, or says
+again and again that it waits for workers, too."""
 EXPLAIN_S = 1.0
 """How long the launcher may take to hear of a death that a collective has failed of."""
 LOOK_S, WAIT = 0.002, timedelta(seconds=5)
@@ -96,6 +97,8 @@ class Member:
         self.is_new = link.is_replacement
         """Whether it is yet to be let in, and has no state of its own."""
         self._welcomed = -1
+        self._word_s = 0.0
+        """When the launcher last said that it waits for workers."""
         self.taken: set[str] = set()
         """The dead whose ledgers this worker has added to its own."""
         self._link, self._membership, self._groups, self._heal = link, membership, groups, heal
@@ -224,26 +227,38 @@ class Member:
 
         Another one may be due already when it is in: that one waits until after a step.
         """
-        with self._heard:
-            self._heard.wait_for(
-                lambda: self.is_due or self._welcomed == self.number, ANNOUNCE_TIMEOUT_S
-            )
+        self._wait(lambda: self.is_due or self._welcomed == self.number)
         return self._welcomed == self.number
 
-    def _wait_for_newer(self) -> Generation:
+    def _wait(self, is_over: Callable[[], bool]) -> bool:
+        """Wait for the launcher; False if it has said nothing for too long."""
         with self._heard:
-            if not self._heard.wait_for(lambda: self.is_due, ANNOUNCE_TIMEOUT_S):
-                raise PeerError(
-                    f"The launcher announced no new generation for {ANNOUNCE_TIMEOUT_S:.0f} s.",
-                    advice="See what it printed.",
-                )
-            assert self._newest is not None
+            begin_s = time.monotonic()
+            while not is_over():
+                left_s = max(begin_s, self._word_s) + ANNOUNCE_TIMEOUT_S - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self._heard.wait(left_s)
+        return True
+
+    def _wait_for_newer(self) -> Generation:
+        if not self._wait(lambda: self.is_due):
+            raise PeerError(
+                f"The launcher announced no new generation for {ANNOUNCE_TIMEOUT_S:.0f} s.",
+                advice="See what it printed.",
+            )
+        assert self._newest is not None
         if self._newest.ends:
             raise PeerError(f"The run has ended: {self._newest.ends}.")
         return self._newest
 
     def _listen(self) -> None:
         for generation in self._link.announcements():
+            if generation.is_awaited:
+                with self._heard:
+                    self._word_s = time.monotonic()
+                    self._heard.notify_all()
+                continue
             if generation.is_urgent:
                 self._broken_before = generation.number
                 self._groups.interrupt()
