@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from paceline.errors import UsageError, did_you_mean
-from paceline.files import decode, take_apart
+from paceline.files import decode, separate_tensors
 from paceline.testing import assert_replicas_equal
 from tests.faults.planned import Fault, Faults
 from tests.faults.plans import MOMENTS, OF_SHARING
@@ -333,7 +333,7 @@ def assert_survived(
     assert not missed, f"{missed.total()} faults did not strike, such as {next(iter(missed))}"
     assert_ledger(training.steps, undisturbed.steps)
     assert training.states, "no worker has kept its state: did the script end normally?"
-    parts = [take_apart(state) for _, state in sorted(training.states.items())]
+    parts = [separate_tensors(state) for _, state in sorted(training.states.items())]
     assert_replicas_equal([tensors for tensors, _ in parts])
     for worker, (_, rest) in zip(sorted(training.states), parts, strict=True):
         assert rest == parts[0][1], f"worker {worker} ended with another state than the first"

@@ -36,7 +36,7 @@ def stop_one(world: World, culprit: int) -> list[str]:
             os.kill(pids[culprit], signal.SIGCONT)
 
     membership = Membership(world.group)
-    watch = stopwatch.of(membership)
+    watch = stopwatch.get_stopwatch(membership)
     stragglers.begin_stall_watch(watch, 0.5, hear)
     if world.rank == culprit:
         world.group.get_group_store().wait(["paceline/heartbeat/2"])
@@ -70,7 +70,7 @@ def hang_in_own_code(world: World, culprit: int) -> list[str]:
         told.set()
 
     membership = Membership(world.group)
-    watch = stopwatch.of(membership)
+    watch = stopwatch.get_stopwatch(membership)
     stragglers.begin_stall_watch(watch, 0.5, hear)
     if world.rank == culprit:
         threading.Thread(target=look_up, daemon=True).start()

@@ -258,18 +258,18 @@ def test_a_modules_versions_travel_with_its_state_dict() -> None:
 def test_a_tied_tensor_is_stored_once_and_comes_back_as_one() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "head": nn.Linear(4, 5, bias=False)})
     model["head"].weight = model["embed"].weight
-    tensors, skeleton = codec.take_apart(
+    tensors, skeleton = codec.separate_tensors(
         {"model": model.state_dict(), "again": model["head"].weight}
     )
     assert len(tensors) == 1
-    found = codec.put_together(skeleton, tensors, "a file")
+    found = codec.restore_tensors(skeleton, tensors, "a file")
     assert found["model"]["embed.weight"] is found["model"]["head.weight"] is found["again"]
 
 
 def test_views_that_differ_and_empty_tensors_are_stored_apart() -> None:
     whole = torch.arange(6.0)
     state = [whole[:3], whole[3:], whole[::2], whole.view(2, 3), torch.empty(0), torch.empty(0)]
-    assert len(codec.take_apart(state)[0]) == 6
+    assert len(codec.separate_tensors(state)[0]) == 6
     assert same(round_trip(state), state)
 
 
@@ -284,7 +284,7 @@ def test_names_of_tensors_can_be_read_and_never_collide() -> None:
         1: torch.ones(6),
         "1": torch.ones(7),
     }
-    tensors, _ = codec.take_apart(state)
+    tensors, _ = codec.separate_tensors(state)
     assert {"a/b", "a/b#2", "1", "1#2"} <= tensors.keys()
     assert len(tensors) == 8
     assert all(not name.startswith("__") and len(name) < 250 for name in tensors)
@@ -476,9 +476,9 @@ def test_a_crafted_header_is_read_or_refused_and_nothing_else(
 
 def test_a_look_needs_no_tensors_and_no_torch() -> None:
     value = {"a": [torch.zeros(2), b"x"], "d": torch.float32, "n": math.inf}
-    tensors, skeleton = codec.take_apart(value)
+    tensors, skeleton = codec.separate_tensors(value)
     stand_ins = dict.fromkeys(tensors, "here")
-    seen = codec.put_together(skeleton, stand_ins, "a file", revive=lambda kind, _: kind)
+    seen = codec.restore_tensors(skeleton, stand_ins, "a file", revive=lambda kind, _: kind)
     assert seen == {"a": ["here", "bytes"], "d": "dtype", "n": math.inf}
 
 
@@ -486,8 +486,8 @@ def test_names_that_are_cut_to_one_take_work_in_proportion_to_their_number() -> 
     lines = []
     for count in (1_000, 4_000):
         state = {f"{'x' * 300}{i}": torch.zeros(0) for i in range(count)}
-        lines.append(lines_executed(functools.partial(codec.take_apart, state)))
-        assert len(codec.take_apart(state)[0]) == count
+        lines.append(lines_executed(functools.partial(codec.separate_tensors, state)))
+        assert len(codec.separate_tensors(state)[0]) == count
     assert lines[1] < 4.5 * lines[0]
 
 

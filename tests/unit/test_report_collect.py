@@ -28,13 +28,13 @@ from paceline.show.report.pace import PaceTable, RecentStep, find_spans
 from paceline.show.report.run_data import RunData
 from paceline.show.report.sentences import (
     best_accuracy,
-    how_far,
-    how_it_learned,
     how_to_continue,
+    learning_sentences,
     pauses,
-    what_it_was,
-    where_time_went,
-    who_waited,
+    progress,
+    time_by_phase,
+    waiting_verdict,
+    what_was_trained,
 )
 from paceline.telemetry import Phase
 
@@ -208,7 +208,7 @@ def data_of(tmp_path: Path, **options: Any) -> RunData:
 
 
 def test_the_slow_worker_is_named_with_its_phase_as_the_run_blamed_it(tmp_path: Path) -> None:
-    said = who_waited(data_of(tmp_path, slow_rank=1))
+    said = waiting_verdict(data_of(tmp_path, slow_rank=1))
     assert said.startswith("Worker 1 ")
     assert says(said, "12.3 ms longer", "backward (computing gradients)")
 
@@ -220,8 +220,8 @@ def test_waiting_in_turns_is_explained_by_who_is_last(tmp_path: Path) -> None:
         turns = [late if (step + rank) % 2 else early for step in range(30)]
         write_steps(folder, rank, *({"phases": phases} for phases in turns))
     data = collect(folder.path)
-    assert says(who_waited(data), "changes from step to step")
-    told = where_time_went(data)
+    assert says(waiting_verdict(data), "changes from step to step")
+    told = time_by_phase(data)
     assert "65 % to computing, 32 % to waiting for slower workers and 3 % to exch" in told
 
 
@@ -230,8 +230,8 @@ def test_waiting_that_all_do_in_every_step_is_the_exchange(tmp_path: Path) -> No
     for rank in range(2):
         write_steps(folder, rank, *({"phases": {"forward": 0.01, "wait": 0.02}} for _ in range(30)))
     data = collect(folder.path)
-    assert says(who_waited(data), "All wait for", "exchange of gradients")
-    told = where_time_went(data)
+    assert says(waiting_verdict(data), "All wait for", "exchange of gradients")
+    told = time_by_phase(data)
     assert says(told, "33 % to computing", "67 % to exchanging gradients")
 
 
@@ -239,7 +239,7 @@ def test_a_metric_without_numbers_is_not_called_a_training_that_diverged(tmp_pat
     folder = folder_with(tmp_path / "run")
     odd = {"loss": [1.0, 1.0], "bleu": [math.nan, 1.0]}
     write_steps(folder, 0, *({"metrics": odd} for _ in range(3)))
-    (said,) = [each for each in how_it_learned(collect(folder.path)) if "bleu" in each]
+    (said,) = [each for each in learning_sentences(collect(folder.path)) if "bleu" in each]
     assert said == "From step 1 on, some values of bleu are not numbers."
 
 
@@ -264,19 +264,19 @@ def test_a_folder_with_a_study_or_a_batch_alone_is_not_called_empty(
     else:
         write_trace(synthetic_trace(), folder.pipeline_of(1))
     data = collect(folder.path)
-    assert "nothing in this folder" not in what_it_was(data)
-    assert "no run" in what_it_was(data)
+    assert "nothing in this folder" not in what_was_trained(data)
+    assert "no run" in what_was_trained(data)
     assert data.missing == []
-    assert how_far(data) == ""
+    assert progress(data) == ""
     assert build(data)["status"] is None
 
 
 def test_workers_that_are_even_are_not_blamed(tmp_path: Path) -> None:
-    assert who_waited(data_of(tmp_path, slow_rank=None)).startswith("No worker holds ")
+    assert waiting_verdict(data_of(tmp_path, slow_rank=None)).startswith("No worker holds ")
 
 
 def test_one_worker_has_no_others_to_wait_for(tmp_path: Path) -> None:
-    assert "no waiting" in who_waited(data_of(tmp_path, ranks=1, slow_rank=None))
+    assert "no waiting" in waiting_verdict(data_of(tmp_path, ranks=1, slow_rank=None))
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_one_worker_has_no_others_to_wait_for(tmp_path: Path) -> None:
 def test_the_end_is_said_in_words(status: str, words: str, tmp_path: Path) -> None:
     data = data_of(tmp_path, status=status)
     data.read_t = data.last_t + 1
-    assert words in how_far(data)
+    assert words in progress(data)
 
 
 def run_of(path: Path, host: str, pid: int) -> RunData:
@@ -314,8 +314,8 @@ def test_a_run_whose_processes_are_gone_was_killed(how: str, tmp_path: Path) -> 
     data = run_of(tmp_path / "run", socket.gethostname(), child.pid if how == ZOMBIE else 2**22 + 1)
     child.wait()
     assert data.status == "killed"
-    assert how_far(data).startswith("It was killed after 1 of 120 steps (1 %)")
-    assert "is training" not in what_it_was(data)
+    assert progress(data).startswith("It was killed after 1 of 120 steps (1 %)")
+    assert "is training" not in what_was_trained(data)
 
 
 @pytest.mark.parametrize("host", [socket.gethostname(), "elsewhere.example"])
@@ -330,7 +330,7 @@ def test_a_run_that_may_be_alive_is_called_running_until_it_was_silent_for_long(
     data = run_of(tmp_path / "run", host, os.getpid())
     data.read_t = data.last_t + silence_s
     assert data.status == status
-    assert ("probably killed, after 1 of 120 steps" in how_far(data)) == (status == "silent")
+    assert ("probably killed, after 1 of 120 steps" in progress(data)) == (status == "silent")
 
 
 @pytest.mark.parametrize("kept", [[], [2], [2, 4]])
@@ -399,8 +399,8 @@ def test_an_unfinished_run_says_how_much_of_the_plan_is_done(tmp_path: Path) -> 
     assert data.info is not None
     data.read_t = data.last_t + 1
     data.info = replace(data.info, steps=120)
-    assert "60 of 120 steps (50 %)" in how_far(data)
-    assert what_it_was(data) == "4 workers are training DigitsNet (52,650 weights) on cpu."
+    assert "60 of 120 steps (50 %)" in progress(data)
+    assert what_was_trained(data) == "4 workers are training DigitsNet (52,650 weights) on cpu."
 
 
 def test_the_best_accuracy_belongs_to_the_first_epoch_that_had_it(tmp_path: Path) -> None:
@@ -415,7 +415,7 @@ def test_the_best_accuracy_belongs_to_the_first_epoch_that_had_it(tmp_path: Path
 def test_a_loss_that_stops_being_a_number_is_said_first(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "run")
     write_steps(folder, 0, {"metrics": {"loss": [1.0, 1]}}, {"metrics": {"loss": ["nan", 1]}})
-    said = how_it_learned(collect(folder.path))
+    said = learning_sentences(collect(folder.path))
     assert said[0].startswith("From step 2 on, some values of loss are not numbers")
 
 
@@ -424,7 +424,7 @@ def test_without_two_epochs_the_loss_is_said_to_begin_where_its_curve_begins(
 ) -> None:
     folder = folder_with(tmp_path / "run")
     write_steps(folder, 0, *({"metrics": {"loss": [1 / step, 1]}} for step in range(1, 101)))
-    said = how_it_learned(collect(folder.path))
+    said = learning_sentences(collect(folder.path))
     parts = ("training loss fell", "1.0000", "first step", "0.0100", "last steps")
     assert any(says(each, *parts) for each in said)
 

@@ -92,7 +92,7 @@ def test_phases_become_spans_while_recording(
 
 def test_waiting_inside_a_phase_is_not_that_phase() -> None:
     membership = Membership(Group())
-    watch = stopwatch.of(membership)
+    watch = stopwatch.get_stopwatch(membership)
     watch.enter(Phase.FORWARD)
     with stopwatch.waiting(membership.group):
         assert watch.phase == "wait"
@@ -107,15 +107,15 @@ def test_waiting_inside_a_phase_is_not_that_phase() -> None:
 def test_a_group_has_one_stopwatch_which_follows_its_members_to_another_group() -> None:
     one, other = Membership(Group()), Membership(Group())
     assert stopwatch.find_stopwatch(one.group) is None
-    watch = stopwatch.of(one)
+    watch = stopwatch.get_stopwatch(one)
     second_model = Membership(one.group)
     assert (
-        stopwatch.of(second_model)
-        is stopwatch.of(one)
+        stopwatch.get_stopwatch(second_model)
+        is stopwatch.get_stopwatch(one)
         is stopwatch.find_stopwatch(one.group)
         is watch
     )
-    assert stopwatch.of(other) is not watch
+    assert stopwatch.get_stopwatch(other) is not watch
     moved = Group()
     one.move_on(moved)
     second_model.move_on(moved)
@@ -130,7 +130,7 @@ def test_any_optimizer_is_noticed_while_somebody_watches() -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
     membership = Membership(Group())
-    watch = stopwatch.of(membership)
+    watch = stopwatch.get_stopwatch(membership)
     seen: list[str] = []
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: seen.append(watch.phase))
@@ -171,9 +171,9 @@ def test_who_waits_for_somebody_outside_of_the_group_is_not_taken_for_one_that_w
     group = Group()
     stopwatch._watches[group] = Stopwatch()
     with stopwatch.waiting(group):
-        found = stopwatch.where()
+        found = stopwatch.last_change()
         assert found is not None
         assert found[1]
     with stopwatch.waiting(group, elsewhere=True):
-        assert stopwatch.where() is None
-    assert stopwatch.where() is not None
+        assert stopwatch.last_change() is None
+    assert stopwatch.last_change() is not None

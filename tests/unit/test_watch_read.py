@@ -32,7 +32,7 @@ from paceline.files.run_folder import (
 from paceline.record.schema import write as write_trace
 from paceline.show.report import document
 from paceline.show.report.collect import SKETCHED, RunReader, collect
-from paceline.show.report.sentences import who_waited
+from paceline.show.report.sentences import waiting_verdict
 from paceline.show.report.sketch import choose_lines
 from paceline.show.watch import live
 from paceline.show.watch.command import find_paths
@@ -412,7 +412,7 @@ def test_one_verdict_names_the_slow_worker_and_its_steps_now_and_when_it_has_rec
                     writer.write("step", t=t, step=step, samples=64, phases=phases)
         data = collect(folder.path)
         built, now = document.build(data), live.build(data)
-        assert now["blame"] == who_waited(data)
+        assert now["blame"] == waiting_verdict(data)
         assert built["workers"]["verdict"].startswith(now["blame"])
         assert built["workers"]["look"] == now["blame_look"]
         return now

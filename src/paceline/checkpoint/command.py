@@ -21,7 +21,7 @@ from paceline.checkpoint.files import open_file, size_of
 from paceline.checkpoint.folders import FOLDERS, folder_of, hf_files
 from paceline.checkpoint.formats import SAFETENSORS, flatten, format_of
 from paceline.errors import CheckpointError, UsageError, did_you_mean
-from paceline.files import Header, TensorPlace, plain_json, put_together, read_header
+from paceline.files import Header, TensorPlace, plain_json, read_header, restore_tensors
 from paceline.telemetry import bytes_text, count_text, printable, shape_text, table_lines
 
 SHOWN = 40
@@ -198,7 +198,7 @@ def _read_descriptions(entry: CheckpointEntry) -> tuple[Manifest, Header, dict[s
         skeleton = checkpoint.read_skeleton()
         with checkpoint.open(directory.TENSORS) as (file, path):
             header, _ = read_header(file, size_of(file), path, CheckpointError)
-    state = put_together(
+    state = restore_tensors(
         skeleton,
         header.places,
         entry.path / directory.SKELETON,

@@ -27,7 +27,14 @@ from paceline.checkpoint import directory
 from paceline.checkpoint.directory import SKELETON, TENSORS, CheckpointEntry
 from paceline.checkpoint.files import BLOCK_BYTES, size_of
 from paceline.errors import CheckpointError, UsageError, check_choice, check_whole
-from paceline.files import FilePlan, memory_of, plan_file, put_together, read_tensors, take_apart
+from paceline.files import (
+    FilePlan,
+    memory_of,
+    plan_file,
+    read_tensors,
+    restore_tensors,
+    separate_tensors,
+)
 from paceline.group import runs_ahead
 from paceline.telemetry import Written, count_text
 from paceline.torch_private import foreach_copy_
@@ -85,7 +92,7 @@ class Checkpoints:
         self._thread: threading.Thread | None = None
         self._finished: list[Written] = []
         self._damaged: set[str] = set()
-        self._has_complained = False
+        self._has_warned = False
         self._loss = ""
 
     def save(
@@ -102,12 +109,12 @@ class Checkpoints:
         check_whole("step", step, 0, most=LARGEST_STEP)
         plain = directory.plain_facts(facts)
         self.wait()  # the previous save still reads from the staging buffer
-        tensors, skeleton = take_apart(state, "state", UsageError)
+        tensors, skeleton = separate_tensors(state, "state", UsageError)
         try:
             image = self._staging.fill(tensors)
         except MemoryError as error:
             self._note_failure(step, f"there is not enough memory for a copy: {error}")
-            self._complain()
+            self._warn_once()
             return
         contents = {TENSORS: image, SKELETON: memoryview(skeleton)}
         number = None if metric is None else float(metric)
@@ -124,7 +131,7 @@ class Checkpoints:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self._complain()
+        self._warn_once()
 
     def take_finished(self) -> list[Written]:
         """The saves that have reached the disk since the last call; never waits."""
@@ -216,17 +223,17 @@ class Checkpoints:
         except Exception as error:
             self.problem = f"Old checkpoints in {self.folder} cannot be removed: {error}."
         else:
-            self._has_complained = False
+            self._has_warned = False
 
     def _note_failure(self, step: int, reason: object) -> None:
         self.problem = f"The checkpoint of step {step} in {self.folder} failed: {reason}."
         lost = count_text(max(0, step - (self.saved_step or 0)), "step")
         self._loss = f"; a crash now would lose the last {lost}"
 
-    def _complain(self) -> None:
+    def _warn_once(self) -> None:
         """Warn about a problem once, from the thread that trains."""
-        if self.problem is not None and not self._has_complained:
-            self._has_complained = True
+        if self.problem is not None and not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 f"{self.problem}\nTraining continues{self._loss}. This warning is shown once.",
                 CheckpointWarning,
@@ -242,7 +249,7 @@ def read_entry(entry: CheckpointEntry) -> Saved:
         with checkpoint.open(TENSORS) as (file, path):
             tensors = read_tensors(file, size_of(file), path, CheckpointError, digest)
         checkpoint.compare(TENSORS, digest.hexdigest())
-    state = put_together(skeleton, tensors, entry.path / SKELETON, CheckpointError)
+    state = restore_tensors(skeleton, tensors, entry.path / SKELETON, CheckpointError)
     manifest = checkpoint.manifest
     return Saved(manifest.step, state, manifest.facts, entry.path, manifest.metric)
 

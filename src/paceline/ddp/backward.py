@@ -283,7 +283,7 @@ class BackwardFollower:
                 self.refuse_second_average(ended)
             if self.observer is not None:  # nothing is sent; the next thing is more data
                 watch = self.observer.watch
-                watch.mark((watch.clock(), watch.between))
+                watch.mark((watch.clock(), watch.after_update))
         finally:
             ended.put_back()
             ended.arrived.clear()

@@ -105,7 +105,7 @@ class Replica:
             link.copy.__dict__["_buffers"] = own
 
 
-class _Link:
+class _ModulePair:
     """One module of the source and its copy."""
 
     def __init__(self, name: str, source: nn.Module) -> None:
@@ -152,7 +152,7 @@ class _Link:
             names = cast(nn.RNNBase, self.source)._flat_weights_names
             copied["_flat_weights"] = [own.get(name) for name in names]
 
-    def rebind(self, links: Sequence[_Link]) -> None:
+    def rebind(self, links: Sequence[_ModulePair]) -> None:
         """Rebind bound methods, which the source has as attributes, to the copy."""
         for name in self.bound:
             method = self.source.__dict__.get(name)
@@ -168,11 +168,11 @@ def _first_lazy(name: str, module: nn.Module) -> str:
     return f"{name}.{lazy}" if name else lazy
 
 
-def _link(source: nn.Module, number: int, exchange: StatisticsExchange | None) -> list[_Link]:
+def _link(source: nn.Module, number: int, exchange: StatisticsExchange | None) -> list[_ModulePair]:
     """The module and all its submodules, each once, each with a copy."""
     links = []
     for name, module in source.named_modules():
-        link = _Link(name, module)
+        link = _ModulePair(name, module)
         if exchange is not None and is_replaced(module):
             kind = whole_batch_class(type(module))  # type: ignore[arg-type]
             link.copy = kind.__new__(kind)

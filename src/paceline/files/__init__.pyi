@@ -2,8 +2,8 @@ from paceline.files.codec import MAX_DEPTH as MAX_DEPTH
 from paceline.files.codec import MAX_SKELETON_BYTES as MAX_SKELETON_BYTES
 from paceline.files.codec import decode as decode
 from paceline.files.codec import encode as encode
-from paceline.files.codec import put_together as put_together
-from paceline.files.codec import take_apart as take_apart
+from paceline.files.codec import restore_tensors as restore_tensors
+from paceline.files.codec import separate_tensors as separate_tensors
 from paceline.files.documents import JsonLimits as JsonLimits
 from paceline.files.documents import parse_json as parse_json
 from paceline.files.documents import plain_json as plain_json

@@ -43,7 +43,7 @@ _KIND_BY_DICT = {dict: "dict", defaultdict: "dict", OrderedDict: "ordered", Coun
 
 def encode(value: Any) -> bytes:
     """Encode a value of plain Python data and dense tensors as one message."""
-    tensors, skeleton = take_apart(value)
+    tensors, skeleton = separate_tensors(value)
     plan = plan_file({**tensors, _SKELETON: _flat(skeleton)})
     plain = [as_plain(tensor) for tensor in plan.tensors]
     return b"".join([plan.prefix, *map(memory_of, plain)])
@@ -56,10 +56,10 @@ def decode(data: bytes) -> Any:
         skeleton = revive("bytes", [tensors.pop(_SKELETON, None)])
     except ValueError:
         raise WireError("The message has no skeleton.") from None
-    return put_together(skeleton, tensors, "The message")
+    return restore_tensors(skeleton, tensors, "The message")
 
 
-def take_apart(
+def separate_tensors(
     value: Any, root: str = "value", error: type[PacelineError] = WireError
 ) -> tuple[dict[str, Tensor], bytes]:
     """The tensors of a value by name, sharing their memory, and its skeleton as JSON.
@@ -105,7 +105,7 @@ def revive(kind: str, parts: list[Any]) -> Any:
     raise ValueError(kind)
 
 
-def put_together(
+def restore_tensors(
     skeleton: bytes,
     tensors: Mapping[str, Any],
     origin: object,

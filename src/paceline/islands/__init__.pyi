@@ -4,8 +4,8 @@ from paceline.islands.client import Request as Request
 from paceline.islands.forecast import Forecast as Forecast
 from paceline.islands.forecast import forecast_islands as forecast_islands
 from paceline.islands.options import Islands as Islands
+from paceline.islands.outer import ExchangeStats as ExchangeStats
 from paceline.islands.outer import Outer as Outer
-from paceline.islands.outer import Shift as Shift
 from paceline.islands.place import ISLAND_VARIABLE as ISLAND_VARIABLE
 from paceline.islands.place import IslandPlace as IslandPlace
 from paceline.islands.place import find_place as find_place

@@ -30,7 +30,7 @@ DEVICE_PIECE = 2**24
 bytes it would change."""
 
 
-class Shift(NamedTuple):
+class ExchangeStats(NamedTuple):
     """Statistics of one exchange, on the device."""
 
     drift: Tensor
@@ -72,7 +72,7 @@ class Fragment:
 
     def finish(
         self, weights: Sequence[float], sent: Sequence[Tensor], own: int, *, has_moved: bool
-    ) -> Shift:
+    ) -> ExchangeStats:
         """Apply the differences of all islands, in the same order on every worker.
 
         `has_moved`: the parameters have changed since the exchange began.
@@ -94,7 +94,7 @@ class Fragment:
         self._write(has_moved=has_moved)
         return _total(apart, lengths)
 
-    def finish_alone(self) -> Shift:
+    def finish_alone(self) -> ExchangeStats:
         """`finish` for a single island, whose parameters are the average."""
         assert self.local is not None
         zero = self.anchor.new_zeros(())
@@ -195,7 +195,7 @@ class Outer:
         own: int,
         *,
         has_moved: bool = False,
-    ) -> Shift:
+    ) -> ExchangeStats:
         """Apply an exchange. `weights` by island and fragment; `sent` by island, on any device."""
         found, start, shifts = self.select(numbers), 0, []
         device = found[0].anchor.device
@@ -210,7 +210,7 @@ class Outer:
         self.payload = None
         return _join(shifts)
 
-    def finish_alone(self, numbers: Sequence[int]) -> Shift:
+    def finish_alone(self, numbers: Sequence[int]) -> ExchangeStats:
         shifts = [fragment.finish_alone() for fragment in self.select(numbers)]
         self.payload = None
         return _join(shifts)
@@ -273,10 +273,10 @@ def cut(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
     return [*groups, group]
 
 
-def _total(apart: Sequence[Tensor], lengths: Sequence[Tensor]) -> Shift:
+def _total(apart: Sequence[Tensor], lengths: Sequence[Tensor]) -> ExchangeStats:
     drift, length = (torch.stack([each.float() for each in some]) for some in (apart, lengths))
-    return Shift(drift.sum().sqrt(), length.sum().sqrt())
+    return ExchangeStats(drift.sum().sqrt(), length.sum().sqrt())
 
 
-def _join(shifts: Sequence[Shift]) -> Shift:
+def _join(shifts: Sequence[ExchangeStats]) -> ExchangeStats:
     return _total([each.drift.square() for each in shifts], [e.length.square() for e in shifts])

@@ -144,7 +144,7 @@ class NoiseMeter:
         self._handles = []
         self._measured: list[Parameter] = []
         self._seen: set[int] = set()
-        self._is_spoiled = False
+        self._is_invalid = False
         self._small: list[Tensor] = []
         self._norms: list[Tensor] = []
         self._squares: list[Tensor] = []
@@ -187,7 +187,7 @@ class NoiseMeter:
         """
         squares, rows = self._squares, self._rows
         grads = [p.grad for p in self._measured if p.grad is not None]
-        is_usable = self.is_measuring and not self._is_spoiled
+        is_usable = self.is_measuring and not self._is_invalid
         self.cancel()
         if not grads or not is_usable:
             return
@@ -239,7 +239,7 @@ class NoiseMeter:
     def _on_grad(self, number: int, grad: Tensor) -> None:
         # A weight that several reentrant checkpoints share gets its gradient in pieces, whose norms
         # do not give the norm of their sum.
-        self._is_spoiled |= number in self._seen
+        self._is_invalid |= number in self._seen
         self._seen.add(number)
         if grad.numel() <= _SMALL and not grad.is_sparse:
             # Keeping a reference makes autograd copy the gradient; for small ones that is cheaper

@@ -24,7 +24,15 @@ from paceline.data import Files, Plan, check_batch
 from paceline.errors import DesyncError, UsageError
 from paceline.files import as_plain, decode, encode, memory_of
 from paceline.group import HostCopy, Membership, runs_ahead, waiting
-from paceline.islands import IslandPlace, Islands, Outer, Presence, Request, Shift, find_place
+from paceline.islands import (
+    ExchangeStats,
+    IslandPlace,
+    Islands,
+    Outer,
+    Presence,
+    Request,
+    find_place,
+)
 from paceline.run import stop
 from paceline.run.state import broadcast_state
 from paceline.telemetry import Message, bytes_text, count_text
@@ -311,7 +319,7 @@ class OuterUpdate(WholeUpdate):
         with waiting(self._members.group, elsewhere=True):
             return request.wait(lambda: member is not None and member.is_over)
 
-    def _tell(self, shift: Shift, size: int, seconds: float) -> None:
+    def _tell(self, shift: ExchangeStats, size: int, seconds: float) -> None:
         """Log what a round was like; all workers of the island say the same, and count as one."""
         assert self._run is not None
         self._rounds, self._sent_bytes = self._rounds + 1, self._sent_bytes + size

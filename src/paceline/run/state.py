@@ -17,7 +17,7 @@ from paceline.checkpoint import Checkpoints, Saved
 from paceline.data import Position
 from paceline.ddp import broadcast_tensors
 from paceline.errors import CheckpointError, PeerError, UsageError, check_members
-from paceline.files import RunFolder, find_info, put_together, take_apart
+from paceline.files import RunFolder, find_info, restore_tensors, separate_tensors
 from paceline.group import Membership, broadcast, exchange
 from paceline.policy import NoiseMeter
 from paceline.run.config import RunConfig
@@ -191,7 +191,7 @@ class RunState:
 
     def check_savable(self) -> None:
         """Raise now if something can never be saved, and not after hours of training."""
-        take_apart(self.gather(Position(), {}), "state", UsageError)
+        separate_tensors(self.gather(Position(), {}), "state", UsageError)
 
     def _check_parts(self, state: Mapping[str, Any]) -> None:
         kept = "loader model state position metrics rating optimizer_params fit noise modes"
@@ -437,7 +437,7 @@ def broadcast_state(members: Membership, value: Any, root: int, what: str) -> An
     is_root = members.rank == root
     if members.size == 1:
         return value
-    tensors, skeleton = take_apart(value) if is_root else ({}, b"")
+    tensors, skeleton = separate_tensors(value) if is_root else ({}, b"")
     shapes = {name: [str(t.dtype), list(t.shape)] for name, t in tensors.items()}
     mine = [skeleton.decode("utf-8", "surrogatepass"), shapes]
     text, shapes = exchange(members.group, mine, members.word_device, what)[root]
@@ -447,7 +447,9 @@ def broadcast_state(members: Membership, value: Any, root: int, what: str) -> An
             for name, (dtype, shape) in shapes.items()
         }
     copy_from(members, root, list(tensors.values()), what)
-    return value if is_root else put_together(text.encode("utf-8", "surrogatepass"), tensors, what)
+    return (
+        value if is_root else restore_tensors(text.encode("utf-8", "surrogatepass"), tensors, what)
+    )
 
 
 def copy_from(members: Membership, root: int, tensors: Sequence[Tensor], what: str) -> None:

@@ -204,7 +204,7 @@ class Step:
         place, watch = self._place, self._outlets.watching.watch
         self._clock_s = time.perf_counter()
         if watch is not None:
-            watch.between = Phase.OTHER  # what comes after an update is the user's code
+            watch.after_update = Phase.OTHER  # what comes after an update is the user's code
             watch.mark((watch.clock(), Phase.DATA))
         try:
             batch = self._feed.loader.load(shard)

@@ -115,7 +115,7 @@ class Progress:
         self._bars: list[Screen | ScreenPipe] = []
         if self._draws and self.mode == "bar":
             if has_terminal:
-                self._screen = Screen(stream, has_colour=settings.has_colour, takes_prints=True)
+                self._screen = Screen(stream, has_colour=settings.has_colour, redirects_prints=True)
             self._bars = [bar for bar in (self._screen, pipe) if bar is not None]
         self._columns = columns_of(terminal_of(stream)) or (offer.columns if offer else 0)
         """The width of the terminal that this process or its launcher writes to; 0 if none."""

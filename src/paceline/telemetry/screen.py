@@ -186,9 +186,13 @@ class Screen:
     process leaves a line of text behind.
     """
 
-    def __init__(self, stream: TextIO, *, has_colour: bool, takes_prints: bool = False) -> None:
-        """`takes_prints`: show what this process prints above the line, too."""
-        self._stream, self._has_colour, self._takes_prints = stream, has_colour, takes_prints
+    def __init__(self, stream: TextIO, *, has_colour: bool, redirects_prints: bool = False) -> None:
+        """`redirects_prints`: show what this process prints above the line, too."""
+        self._stream, self._has_colour, self._redirects_prints = (
+            stream,
+            has_colour,
+            redirects_prints,
+        )
         self._status: RunStatus | None = None
         self._note = ""
         self._line = b""
@@ -211,8 +215,8 @@ class Screen:
 
     def show(self, status: RunStatus) -> None:
         self._status = status
-        if self._takes_prints and not self._replaced:
-            self._take_prints()
+        if self._redirects_prints and not self._replaced:
+            self._redirect_prints()
         self._draw()
 
     def expect_line_of_worker(self, is_there: bool) -> None:
@@ -248,7 +252,7 @@ class Screen:
                 setattr(sys, name, stream)
         self._replaced = {}
 
-    def _take_prints(self) -> None:
+    def _redirect_prints(self) -> None:
         from rich.file_proxy import FileProxy
 
         console = self._console(cast(IO[str], _AboveLine(self, self._stream)))

@@ -84,7 +84,7 @@ class Stopwatch:
         then, which accounts for the marks gathered."""
         self.records = spans.current is not None
         """Whether spans were recorded when a phase was last accounted for."""
-        self.between = Phase.DATA
+        self.after_update = Phase.DATA
         """The phase after an update. A loop written by the user is taken to fetch samples then; a
         `Run` marks fetching itself, and sets this to OTHER."""
         self.step = 0
@@ -244,7 +244,7 @@ class Observer:
     def __init__(
         self, membership: Membership, device: torch.device, settings: env.Observation
     ) -> None:
-        self.watch = of(membership, device)
+        self.watch = get_stopwatch(membership, device)
         self._settings = settings
         self._membership = membership
         self._device = device
@@ -338,7 +338,7 @@ class Observer:
         watch.mark((watch.clock(), Phase.OTHER))
         self.note_samples(output)
         step = watch.step
-        ends = watch.end_step if wants_sync else lambda: watch.enter(watch.between)
+        ends = watch.end_step if wants_sync else lambda: watch.enter(watch.after_update)
 
         def on_output_grad(_grad: Tensor) -> None:
             if watch.step == step and watch.phase is not Phase.BACKWARD:
@@ -350,7 +350,7 @@ class Observer:
                 tensor.register_hook(on_output_grad)  # type: ignore[no-untyped-call]
 
 
-def of(membership: Membership, device: torch.device = _CPU) -> Stopwatch:
+def get_stopwatch(membership: Membership, device: torch.device = _CPU) -> Stopwatch:
     """The stopwatch of this rank, made on first use: one per group, whatever number of models."""
     watch = find_stopwatch(membership.group)
     if watch is None:
@@ -391,7 +391,7 @@ def note_waits(membership: Membership, device: torch.device) -> None:
     """Measure when this rank waits for others, for an engine without an `Observer`: the launcher
     needs it to tell a worker that hangs from those that wait for it."""
     if env.read_observation().stall_s:
-        of(membership, device)
+        get_stopwatch(membership, device)
 
 
 @contextmanager
@@ -413,7 +413,7 @@ def waiting(group: Any, elsewhere: bool = False) -> Iterator[None]:
             watch.enter(phase)
 
 
-def where() -> tuple[int, bool] | None:
+def last_change() -> tuple[int, bool] | None:
     """When this process last changed its phase, and whether it has waited for others since; None
     where nothing is measured, and where it waits for a process outside the group."""
     watches = _all_watches()
@@ -463,7 +463,7 @@ def _on_update(_optimizer: object) -> None:
 
 def _on_updated(_optimizer: object) -> None:
     for watch in _all_watches(of_thread=True):
-        watch.enter(watch.between)
+        watch.enter(watch.after_update)
 
 
 Follower = Callable[[Any], None]

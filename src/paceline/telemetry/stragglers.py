@@ -82,10 +82,10 @@ class StragglerDetector:
         self._seen: StepTimes | None = self._watch.finished[-1] if self._watch.finished else None
         """The last step that has been compared; an object, because step numbers may restart."""
         self._warm_up_steps = WARM_UP_STEPS
-        self._under_way: HostCopy | None = None
+        self._pending_copy: HostCopy | None = None
         """On a GPU, the numbers of the last exchange on their way to the host."""
         self._took_s = 0.0
-        self._hurries = False
+        self._confirms_soon = False
         """Whether the next comparison is early, to confirm the last one."""
 
     def after_step(self, membership: Membership, device: torch.device) -> None:
@@ -98,9 +98,9 @@ class StragglerDetector:
                 self._exchange(membership, device)
 
     def _exchange(self, membership: Membership, device: torch.device) -> None:
-        if self._under_way is not None:
-            self._read(membership.rank, self._under_way.read())  # of the previous exchange
-            self._under_way = None
+        if self._pending_copy is not None:
+            self._read(membership.rank, self._pending_copy.read())  # of the previous exchange
+            self._pending_copy = None
         steps = list(takewhile(lambda step: step is not self._seen, reversed(self._watch.finished)))
         self._seen = steps[0] if steps else self._seen
         steps = steps[: len(steps) - self._warm_up_steps]
@@ -115,7 +115,7 @@ class StragglerDetector:
         if where.type == "cpu":
             self._read(membership.rank, gathered.read())
         else:  # the host must not wait for the device: read in the next exchange
-            self._under_way = gathered
+            self._pending_copy = gathered
 
     def _read(self, rank: int, gathered: torch.Tensor) -> None:
         window = [OwnWork.from_row(row) for row in gathered.tolist()]
@@ -123,9 +123,9 @@ class StragglerDetector:
         known, self.blame = self.blame, find_slow(list(self.windows))
         # A rank that leads for the first time is compared again soon; not one that always leads, by
         # chance or because it is known to be slow.
-        self._hurries = self.blame is None and not self._hurries and has_lead(window)
+        self._confirms_soon = self.blame is None and not self._confirms_soon and has_lead(window)
         if len(self.windows) == WINDOWS:  # until then every LEAST_PERIOD steps, at any cost
-            period = LEAST_PERIOD if self._hurries else next_period(window)
+            period = LEAST_PERIOD if self._confirms_soon else next_period(window)
             self.cadence.agree(self._watch.step, period)
         if self.blame is not None and self.blame.culprit != (known and known.culprit) and rank == 0:
             self._say(self.blame)

@@ -71,7 +71,7 @@ class Tracker:
         """What is saved in the run folder from one start to the next, such as the run's id."""
         self._last: dict[str, int] = {}
         """By kind, the step of the last point passed to the library."""
-        self._settled: dict[str, int] = {}
+        self._flushed: dict[str, int] = {}
         """The same without the newest step, which a library may still buffer."""
         self._queue: queue.Queue[Any] = queue.Queue(QUEUE_POINTS)
         self._thread: threading.Thread | None = None
@@ -188,7 +188,7 @@ class Tracker:
                     self.write(new)
                 for point in new:
                     if point.step > max(self._last.values(), default=-1):
-                        self._settled = dict(self._last)
+                        self._flushed = dict(self._last)
                     self._last[point.kind] = point.step
                 if time.monotonic() > self._saved_s + STATE_PERIOD_S:
                     self._save_state()
@@ -197,7 +197,7 @@ class Tracker:
                 if path.is_dir():
                     self.keep_checkpoint(path)
             self.close(status)
-            self._settled = self._last
+            self._flushed = self._last
             self._save_state()
         except BaseException as error:  # some of wandb's do not derive from Exception
             self._error = error
@@ -226,12 +226,12 @@ class Tracker:
         match state:
             case {"last": dict(last), "known": dict(known)}:
                 self._last = {k: v for k, v in last.items() if isinstance(v, int)}
-                self._settled = dict(self._last)
+                self._flushed = dict(self._last)
                 self.known = {k: v for k, v in known.items() if isinstance(v, str)}
 
     def _save_state(self) -> None:
         self._saved_s = time.monotonic()
-        last = self._settled if self.buffers_newest else self._last
+        last = self._flushed if self.buffers_newest else self._last
         state = json.dumps({"last": last, "known": self.known})
         if self._state_path is not None and state != self._saved:
             self._saved = state

@@ -156,7 +156,7 @@ class RunReader:
         return is_new
 
     @contextlib.contextmanager
-    def _noting(self, what: str) -> Iterator[None]:
+    def _noting_errors(self, what: str) -> Iterator[None]:
         """Turn a file that cannot be read into a note on the page; a missing one is ignored."""
         notes = self.data.notes
         notes.pop(what, None)
@@ -179,7 +179,7 @@ class RunReader:
             self._read_traces()
         if self._is_new(folder.scaling, _version(folder.scaling)):
             data.study = None
-            with self._noting("The scaling study"):
+            with self._noting_errors("The scaling study"):
                 study = bounded(read_document(folder.scaling))
                 if not isinstance(study, dict):
                     raise WireError(f"{folder.scaling} is not an object.")
@@ -204,14 +204,14 @@ class RunReader:
             )
         data.traces = []
         for step in steps[-TRACES_LIMIT:]:
-            with self._noting(f"The recording of step {step}"):
+            with self._noting_errors(f"The recording of step {step}"):
                 data.traces.append(read_trace(self.folder.pipeline_of(step)))
 
     def _read_info(self) -> None:
         data, info = self.data, self.folder.info
         if self._is_new(info, _version(info)):
             data.info = None
-            with self._noting("The description of the run"):
+            with self._noting_errors("The description of the run"):
                 data.info = read_info(self.folder)
         for about in ("info", "events"):
             data.notes.pop(about, None)
@@ -261,7 +261,7 @@ class RunReader:
             begin, cursor.size = cursor.tail.position, size
             if size <= begin:
                 continue
-            with self._noting(f"Some events of worker {rank}"):
+            with self._noting_errors(f"Some events of worker {rank}"):
                 if is_long:
                     self._skip_ahead(rank, cursor, len(sizes))
                 for batch in islice(cursor.tail.batches(), left):

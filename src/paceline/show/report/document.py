@@ -182,8 +182,8 @@ def workers(data: RunData) -> Json | None:
     if not worked:
         return None
     return {
-        "verdict": " ".join([sentences.who_waited(data), *sentences.pauses(data)]),
-        "look": sentences.look_of(data),
+        "verdict": " ".join([sentences.waiting_verdict(data), *sentences.pauses(data)]),
+        "look": sentences.verdict_style(data),
         "slow_ranks": sorted({span.rank for span in data.slow}),
         "phases": {phase: phase.meaning for phase in (*OWN, Phase.WAIT, Phase.TRANSFER)},
         "ranks": [
@@ -235,7 +235,7 @@ def islands(data: RunData) -> Json | None:
         lines = [_line("each round", "measured", points, dots=True)] if points else []
         charts.append({"name": ISLANDS + name, "curves": lines})
     charts = [chart for chart in charts if chart["curves"]]
-    return {"verdict": sentences.between_islands(data), "charts": charts} if charts else None
+    return {"verdict": sentences.rounds_sentence(data), "charts": charts} if charts else None
 
 
 def extremes(ranks: Sequence[RankTotals]) -> list[RankTotals]:

@@ -37,18 +37,18 @@ WARM_UP_STEPS = 2
 
 def overview(data: RunData) -> list[str]:
     """All sentences, in reading order."""
-    said = [what_it_was(data), how_far(data)]
+    said = [what_was_trained(data), progress(data)]
     if data.status in TOO_EARLY:
         said = [*reversed(said), how_to_continue(data)]
-    said += how_it_learned(data)
-    said.append(between_islands(data))
+    said += learning_sentences(data)
+    said.append(rounds_sentence(data))
     if data.ranks:
-        said.append(where_time_went(data))
-        said += [who_waited(data), *pauses(data)] if data.workers > 1 else []
+        said.append(time_by_phase(data))
+        said += [waiting_verdict(data), *pauses(data)] if data.workers > 1 else []
     return [each for each in said if each]
 
 
-def what_it_was(data: RunData) -> str:
+def what_was_trained(data: RunData) -> str:
     """One sentence: the workers, the model and the devices."""
     info = data.info
     if not data.has_run:
@@ -66,7 +66,7 @@ def what_it_was(data: RunData) -> str:
     return f"{workers} {verb} {model}{weights}{where}."
 
 
-def how_far(data: RunData) -> str:
+def progress(data: RunData) -> str:
     """One sentence: how much of the plan is done, and why the run ended."""
     if not data.has_run:
         return ""
@@ -78,7 +78,7 @@ def how_far(data: RunData) -> str:
         done += f" in {count_text(epochs, 'epoch')}"
     if (spent := data.last_t - data.first_t) > 0:
         done += f", {seconds_text(spent)} in all"
-    reason = why_over(data).rstrip(".")
+    reason = end_reason(data).rstrip(".")
     because = f"{reason[0].upper()}{reason[1:]}. " if reason else ""
     silence = seconds_text(data.silent_s)
     late = f", the last of them {seconds_text(data.late_s)} before" if data.late_s else ""
@@ -94,7 +94,7 @@ def how_far(data: RunData) -> str:
     return endings.get(data.status, f"How it ended is not known; {done} were recorded.")
 
 
-def why_over(data: RunData) -> str:
+def end_reason(data: RunData) -> str:
     """The recorded reason of the run's end; empty if there is none, or it ended as planned."""
     stops = data.events["stop"]
     reason = getattr(data.info, "reason", "") or (stops[-1].get("reason", "") if stops else "")
@@ -110,7 +110,7 @@ def how_to_continue(data: RunData) -> str:
     return f"The same command continues it after step {max(saved):,}, its newest checkpoint."
 
 
-def how_it_learned(data: RunData) -> list[str]:
+def learning_sentences(data: RunData) -> list[str]:
     """How loss and accuracy developed."""
     said = []
     for name, curve in data.metrics.items():
@@ -169,7 +169,7 @@ def values_of(data: RunData, kind: str, name: str, by: str) -> list[tuple[int, f
     return found
 
 
-def between_islands(data: RunData) -> str:
+def rounds_sentence(data: RunData) -> str:
     """The cost of rounds with other islands; empty for a run without any."""
     drift, sent, waited = (data.metrics.get(f"island_{n}") for n in ("drift", "bytes", "round_s"))
     if not (drift and sent and waited) or not (points := drift.points()):
@@ -186,7 +186,7 @@ def between_islands(data: RunData) -> str:
     )
 
 
-def who_was_slow(span: SlowSpan, data: RunData) -> str:
+def describe_slow_span(span: SlowSpan, data: RunData) -> str:
     """The sentence about a slow worker, and the steps in which it was slow."""
     count = span.last - span.first + 1
     meaning = f"{span.phase} ({span.phase.meaning})"
@@ -206,12 +206,12 @@ def who_was_slow(span: SlowSpan, data: RunData) -> str:
     )
 
 
-def who_waited(data: RunData) -> str:
+def waiting_verdict(data: RunData) -> str:
     """The verdict on the workers: which is slow, in which phase, and what that costs."""
     if data.workers == 1:
         return "There was one worker, so there was no waiting for others."
     if data.slow:
-        return " ".join(who_was_slow(span, data) for span in data.slow[:SPANS_LIMIT])
+        return " ".join(describe_slow_span(span, data) for span in data.slow[:SPANS_LIMIT])
     measured = [rank for rank in data.ranks.values() if rank.own_s]
     if len(measured) < 2:
         return "Too few workers have recorded their phases to tell which one was slow."
@@ -230,7 +230,7 @@ def who_waited(data: RunData) -> str:
     return said
 
 
-def look_of(data: RunData) -> str:
+def verdict_style(data: RunData) -> str:
     """The style of the verdict: `good`, `bad`, or `past` where a worker no longer is slow."""
     if not data.slow:
         return "good"
@@ -294,7 +294,7 @@ def shares(ranks: Iterable[RankTotals]) -> dict[Phase, float]:
     return {phase: spent / everything for phase, spent in total.items()} if everything else {}
 
 
-def where_time_went(data: RunData) -> str:
+def time_by_phase(data: RunData) -> str:
     """One sentence: computing, fetching, waiting, exchanging, and the rest."""
     spent = {"computing": 0.0}
     for phase, share in shares(data.ranks.values()).items():

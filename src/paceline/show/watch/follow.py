@@ -59,7 +59,7 @@ class Followed:
         """Guards everything below, which is used in threads."""
         self._reader = RunReader(path, most_bytes=SKETCHED_ABOVE_BYTES)
         self._machine = Machine()
-        self._looked_at = -1
+        self._info_version = -1
         self._settings: dict[str, Any] = {}
         self._exact: RunReader | None = None
         """Replaces a reader that has only sketched the run, once this one has read all."""
@@ -198,10 +198,10 @@ class Followed:
         folder = RunFolder(self.path)
         try:
             version = folder.info.lstat().st_mtime_ns
-            info = read_info(folder) if version != self._looked_at else None
+            info = read_info(folder) if version != self._info_version else None
         except (OSError, WireError):
             return
-        self._looked_at = version
+        self._info_version = version
         if info is None:
             return
         chosen = ("seed", "epochs", "global_batch", "workers", "model")

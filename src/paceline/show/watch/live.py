@@ -52,10 +52,10 @@ def build(data: RunData, machine: Machine | None = None) -> Json:
         "workers": _workers(shown, data.status, machine),
         "phases": {phase: phase.meaning for phase in ORDER},
         "last_steps": _last_steps(shown),
-        "blame": sentences.who_waited(data) if shown else "",
-        "blame_look": sentences.look_of(data),
+        "blame": sentences.waiting_verdict(data) if shown else "",
+        "blame_look": sentences.verdict_style(data),
         "generations": died["events"] if died else [],
-        "islands": sentences.between_islands(data),
+        "islands": sentences.rounds_sentence(data),
         "messages": sorted(data.events["message"], key=lambda event: event["t"])[-MESSAGES_LIMIT:],
         "log": read_log(data.folder, LOG_LINES, tail_bytes=LOG_BYTES),
     }
