@@ -339,7 +339,9 @@ def test_statistics_of_batch_norm_are_averaged_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"bits": 8}, {"fragments": 2, "delay": 1, "bits": 16}], ids=str
+    "options",
+    [{}, {"bits": 8}, {"fragments": 2, "delay": 1, "bits": 16}, {"momentum_rises": True}],
+    ids=str,
 )
 @pytest.mark.parametrize("stop_after", [4, 6])
 def test_a_resume_has_the_bits_of_an_undisturbed_run(
@@ -347,7 +349,8 @@ def test_a_resume_has_the_bits_of_an_undisturbed_run(
 ) -> None:
     def island(world: World, at: str, stop_after: int, folder: Path | None) -> list[Tensor]:
         islands = Islands(every=4, at=at, **options)
-        return train(world, islands, optimizer="AdamW", folder=folder, stop_after=stop_after)
+        how = {"optimizer": "AdamW", "decay": 0.9, "folder": folder, "stop_after": stop_after}
+        return train(world, islands, **how)
 
     def whole(world: World, at: str) -> list[Tensor]:
         return island(world, at, 0, None)
@@ -429,6 +432,17 @@ def test_parameters_that_are_not_real_numbers_are_refused() -> None:
     with pytest.raises(UsageError) as refused:
         Run(net, optimizer, TensorDataset(X, Y), global_batch=12, epochs=1, options=options)
     assert refused.value.advice
+
+
+def test_a_momentum_that_follows_a_rate_of_each_island_is_refused() -> None:
+    net = nn.Linear(6, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    islands = Islands(momentum_rises=True)
+    options = RunOptions(islands=islands, progress="quiet", best_metric="loss", better="lower")
+    how: dict[str, Any] = {"global_batch": 12, "epochs": 1, "scheduler": scheduler}
+    with pytest.raises(UsageError, match="momentum_rises"):
+        Run(net, optimizer, TensorDataset(X, Y), options=options, **how)
 
 
 def test_several_models_on_islands_are_refused() -> None:

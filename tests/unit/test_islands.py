@@ -41,6 +41,8 @@ from tests.sentences import says
         {"lr": float("nan")},
         {"momentum": 1},
         {"momentum": -0.1},
+        {"momentum_rises": True, "outer": "sgd"},
+        {"momentum_rises": True, "momentum": 0},
         {"timeout_s": 0},
         {"evry": 3},
     ],
@@ -157,6 +159,27 @@ def test_the_outer_step_is_that_of_torch(outer: Any) -> None:
         loop.begin(step, (0,))
         loop.finish_alone((0,))
         theirs.grad = -move
+        optimizer.step()
+    torch.testing.assert_close(ours, theirs.detach())
+
+
+def test_a_rising_momentum_is_that_of_torch_with_what_the_rate_has_fallen_by() -> None:
+    ours, theirs = torch.zeros(5), torch.zeros(5, requires_grad=True)
+    optimizer = torch.optim.SGD([theirs], lr=1.0, momentum=0.8, nesterov=True)
+    loop = Outer([ours], [], Islands(every=1, momentum_rises=True))
+    draw = torch.Generator().manual_seed(0)
+    rates = [0.1, 0.4, 0.4, 0.3, 0.1]
+    for step, rate in enumerate(rates, start=1):
+        move = torch.randn(5, generator=draw)
+        ours += move
+        loop.note_rate(rate)
+        loop.begin(step, (0,))
+        loop.finish_alone((0,))
+        theirs.grad = -move
+        momentum = 0.8 * (1 - rate / max(rates[:step]))
+        optimizer.param_groups[0].update(momentum=momentum, nesterov=momentum > 0)
+        if not momentum:  # torch forgets what it has not to add
+            optimizer.state[theirs]["momentum_buffer"] = -move
         optimizer.step()
     torch.testing.assert_close(ours, theirs.detach())
 

@@ -16,6 +16,7 @@ from typing import Literal
 from paceline.errors import UsageError, check_choice, check_whole, refuse_unknown_arguments
 
 MOMENTUM_BY_OUTER = {"nesterov": 0.5, "sgd": 0.0}
+RISING_MOMENTUM = 0.8
 BLOCK, SCALE_BYTES = 1024, 4
 """With 8 bits, how many values share a scale, and the scale's bytes."""
 
@@ -37,6 +38,9 @@ class Islands:
     momentum: float | None = None
     """The outer momentum m; None: 0.5 for `nesterov`, none for `sgd`. It makes steps 1 / (1 - m)
     times as long, so it needs a lower learning rate on the islands."""
+    momentum_rises: bool = False
+    """Whether the outer momentum follows the inner learning rate r: m (1 - r / its highest value so
+    far), so none until the rate falls, and nearly m when it is close to 0. None is 0.8 then."""
     fragments: int = 1
     """In how many parts the parameters are exchanged, one after the other, within `every` steps."""
     delay: int = 0
@@ -61,6 +65,11 @@ class Islands:
         if self.momentum is not None and self.momentum != 0:
             advice = "Pass a number from 0 up and below 1, or None."
             _check_number("momentum", self.momentum, 0.0, 1.0, advice)
+        if self.momentum_rises and not self.inertia:
+            raise UsageError(
+                f"momentum_rises is True, and outer={self.outer!r} has no momentum.",
+                advice="Pass a momentum, such as 0.8, or leave momentum_rises out.",
+            )
         if self.every % self.fragments:
             raise UsageError(
                 f"{self.fragments} fragments do not divide {self.every} steps between two rounds.",
@@ -80,7 +89,10 @@ class Islands:
     @property
     def inertia(self) -> float:
         """The momentum as a number."""
-        return MOMENTUM_BY_OUTER[self.outer] if self.momentum is None else float(self.momentum)
+        if self.momentum is not None:
+            return float(self.momentum)
+        usual = MOMENTUM_BY_OUTER[self.outer]
+        return RISING_MOMENTUM if usual and self.momentum_rises else usual
 
     @property
     def assigns_average(self) -> bool:

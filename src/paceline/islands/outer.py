@@ -53,6 +53,8 @@ class Fragment:
         self.momentum = None if self._is_plain else torch.zeros_like(self.anchor)
         self.rest = None if self.bits == 32 else torch.zeros_like(self.anchor)
         """The rounding error of packing, for error feedback."""
+        self.inertia = 0.0 if options.momentum_rises else options.inertia
+        """The outer momentum at present."""
         self.local: Tensor | None = None
         """The parameters as they were when the exchange began."""
 
@@ -129,9 +131,9 @@ class Fragment:
         """Step the outer optimizer for one piece, of which `step` is the average difference."""
         options = self._options
         if self.momentum is not None:
-            momentum = self.momentum[piece].mul_(options.inertia).add_(step)
+            momentum = self.momentum[piece].mul_(self.inertia).add_(step)
             is_nesterov = options.outer == "nesterov"
-            step = (step + momentum * options.inertia if is_nesterov else momentum) * options.lr
+            step = (step + momentum * self.inertia if is_nesterov else momentum) * options.lr
         self.anchor[piece] += step
 
     def _write(self, *, has_moved: bool) -> None:
@@ -161,6 +163,7 @@ class Outer:
         """Whether this island must join the others before it trains."""
         self.step = 0
         """The step after which the last exchange began."""
+        self.highest_rate = 0.0
         self.payload: Tensor | None = None
         """The bytes of the exchange in flight; never written to again."""
 
@@ -168,6 +171,13 @@ class Outer:
         """Take the current parameters as the common ones, with which all islands begin."""
         for fragment in self.fragments:
             fragment.anchor = fragment.read()
+
+    def note_rate(self, rate: float) -> None:
+        """A step is taken with this inner learning rate, which the momentum may follow."""
+        self.highest_rate = max(self.highest_rate, rate)
+        if self.highest_rate:
+            for fragment in self.fragments:
+                fragment.inertia = self.options.inertia * (1 - rate / self.highest_rate)
 
     def begin(self, step: int, numbers: Sequence[int]) -> Tensor:
         """Begin to exchange fragments; returns the bytes to send."""
@@ -234,6 +244,7 @@ class Outer:
             "step": self.step,
             "must_join": self.must_join,
             "payload": self.payload,
+            "highest_rate": self.highest_rate,
             "fragments": kept,
         }
 
@@ -254,6 +265,7 @@ class Outer:
                     copy = None
                 setattr(fragment, name, copy)
         self.step, self.must_join = state["step"], state["must_join"]
+        self.highest_rate = state.get("highest_rate", 0.0)
         self.payload = None if state["payload"] is None else state["payload"].clone()
 
 

@@ -162,6 +162,12 @@ class OuterUpdate(WholeUpdate):
         **more: Any,
     ) -> None:
         super().__init__(*args, **more)
+        if options.momentum_rises and self._needs_metric:
+            raise UsageError(
+                "momentum_rises follows the learning rate, and a scheduler on a metric gives each "
+                "island a rate of its own.",
+                advice="Use a scheduler that needs no metric, or leave momentum_rises out.",
+            )
         trained = [param for param in module.parameters() if param.requires_grad]
         self._frozen = [
             (n, param) for n, param in module.named_parameters() if not param.requires_grad
@@ -214,6 +220,8 @@ class OuterUpdate(WholeUpdate):
         assert self._run is not None
         assert self._plan is not None
         step, last = self._step, self._plan.steps
+        if self._options.momentum_rises:
+            self.outer.note_rate(float(self._optimizer.param_groups[0]["lr"]))
         if not self._options.is_busy(step, last):
             return super().commit(losses)
         lands = not self._options.delay or step == last
