@@ -106,7 +106,7 @@ def test_ls_names_what_has_no_usable_manifest(
     assert ckpt("ls", run) == 0
     shown = capsys.readouterr().out
     assert "step-00000003.0003  DAMAGED" in shown
-    assert says(shown, "manifest.json", "not JSON")
+    assert says(shown, "manifest.json", "JSON")
 
 
 def test_show_says_what_is_inside(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

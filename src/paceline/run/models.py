@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from paceline.ddp import Engine, Wrapper
+from paceline.ddp import DistributedDataParallel, Engine, Wrapper
 from paceline.errors import UsageError, did_you_mean
 from paceline.update import Loss, WeightAverage, WholeUpdate, load_state
 
@@ -351,15 +351,20 @@ class TurnUpdate:
 def adopted_by(engine: Any) -> list[list[str]]:
     """By model, the parameters that its engine follows since they were unfrozen, in that order.
 
-    An engine without a reducer looks in every step which are.
+    Other engines than DDP look in every step which those are.
     """
-    engines = engine.engines.values() if isinstance(engine, TurnEngine) else [engine]
-    return [list(e.reducer.adopted) if hasattr(e, "reducer") else [] for e in engines]
+    return [
+        list(each.reducer.adopted) if isinstance(each, DistributedDataParallel) else []
+        for each in _engines_of(engine)
+    ]
 
 
 def adopt(engine: Any, names: Sequence[Sequence[str]]) -> None:
     """Have the engines follow what those of other workers do, in a new generation."""
-    engines = engine.engines.values() if isinstance(engine, TurnEngine) else [engine]
-    for each, known in zip(engines, names, strict=True):
+    for each, known in zip(_engines_of(engine), names, strict=True):
         if known:
             each.reducer.adopt(known)
+
+
+def _engines_of(engine: Any) -> list[Any]:
+    return list(engine.engines.values()) if isinstance(engine, TurnEngine) else [engine]
