@@ -1,9 +1,9 @@
-"""Several machines: their launchers meet at one of them, which numbers them, and end together.
+"""The machines of a run: their launchers meet at one, which numbers them, and end together.
 
 The launcher that owns the address given leads: it serves the store for the workers of all machines,
 and decides who trains if workers die. The others connect with it, and a channel to each stays open
 to the end. With `--node-rank` the machines bring their numbers; otherwise they get them as they
-arrive.
+arrive. A machine that is alone leads, and waits for nobody.
 
       a follower                the lead
     hello, with its workers --->
@@ -36,6 +36,7 @@ from paceline.launcher.deaths import RunResult, StopReason, signal_name
 from paceline.launcher.follower import Follower
 from paceline.launcher.generations import Generations
 from paceline.launcher.process import SignalInbox
+from paceline.launcher.roster import FORMING_S, Roster
 from paceline.launcher.run import LocalRun
 from paceline.launcher.store import StoreServer
 
@@ -57,8 +58,8 @@ class Interrupted(Exception):
     """A signal came while this machine was waiting for others."""
 
 
-def run_with_others(run: LocalRun) -> int:
-    """This machine's part of a run on several; the exit code."""
+def run_on_machines(run: LocalRun) -> int:
+    """This machine's part of a run; the exit code."""
     rendezvous = Rendezvous(run)
     try:
         size = rendezvous.arrive(run.local_size)
@@ -80,7 +81,7 @@ def run_with_others(run: LocalRun) -> int:
 def _run_attempt(run: LocalRun, rendezvous: Rendezvous, attempt: int) -> RunResult:
     first = rendezvous.meet()
     rendezvous.workers = workers = _make_workers(run, rendezvous)
-    result = run.run(first, attempt, workers)
+    result = run.run(first, attempt, workers, rendezvous.server)
     if result.reason is None:
         return replace(result, stop=rendezvous.wait_for_the_others())
     rendezvous.tell_failure(result.reason)
@@ -95,12 +96,26 @@ def _make_workers(run: LocalRun, rendezvous: Rendezvous) -> Generations | Follow
         silence_s = rendezvous.patience_s + FOLLOWER_GRACE_S
         return Follower(**alike, silence_s=silence_s, lead=LEAD, lead_name=rendezvous.lead_name)
     machines = [node for node, size in enumerate(rendezvous.sizes) for _ in range(size)]
-    roster = run.make_roster(len(machines), dict(enumerate(machines)))
-    roster.here = rendezvous.node
+    least, size = run.options.min_workers, len(machines)
+    if least > size:
+        raise UsageError(
+            f"--min-workers is {least}, but there are {size} workers.",
+            advice="Use a number from 1 to that of --workers.",
+        )
+    roster = Roster(
+        size=size,
+        min_workers=least,
+        max_replacements=run.options.max_restarts,
+        machine_by_worker={} if run.options.is_single_node else dict(enumerate(machines)),
+        here=rendezvous.node,
+        patience_s=max(FORMING_S, 2 * run.options.machine_timeout),
+        deaths=run.deaths,
+    )
     return Generations(
         **alike,
         silence_s=rendezvous.patience_s + LEAD_GRACE_S,
         roster=roster,
+        is_run=run.is_run,
         on_machine_gone=rendezvous.on_machine_gone,
         give_up_keys=rendezvous.server.give_up,
     )
@@ -117,6 +132,7 @@ class Rendezvous:
         self.endpoint = f"{self.host}:{self.port}"
         self.lead_name = f"The machine at {self.endpoint}, where all meet,"
         self.least, self.most = options.nnodes
+        self.is_alone = options.is_single_node
         conf = options.rdzv_conf
         self.number = options.node_rank if options.rdzv_backend == "static" else None
         """This machine's number; None where machines are numbered as they arrive."""
@@ -143,6 +159,11 @@ class Rendezvous:
 
     def arrive(self, local_size: int) -> int:
         """Wait until every machine has a number; how many workers there are on all."""
+        if self.is_alone:
+            self.server = StoreServer(self.folder, self.host, self.port)
+            self.host, self.port = self.server.host, self.server.port
+            self.node, self.sizes = 0, [local_size]
+            return local_size
         self.server = self._listen()
         if self.server is None:
             self._join(local_size)

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -56,7 +56,6 @@ from paceline.launcher.plan import (
     python_argv,
 )
 from paceline.launcher.process import SignalInbox, WorkerProcess, private_folder
-from paceline.launcher.roster import FORMING_S, Roster
 from paceline.launcher.store import StoreServer
 from paceline.launcher.supervise import Supervisor
 from paceline.launcher.template import Forked, Template, TemplateError
@@ -103,11 +102,9 @@ def main(args: argparse.Namespace) -> int:
                 options = stack.enter_context(as_host(options, islands))
         run = LocalRun(options, stack)
         run.environ |= islands
-        if options.is_single_node:
-            return run.run_alone(stack)
-        from paceline.launcher.nodes import run_with_others
+        from paceline.launcher.nodes import run_on_machines
 
-        return run_with_others(run)
+        return run_on_machines(run)
 
 
 def check_program(options: LaunchOptions) -> None:
@@ -167,51 +164,13 @@ class LocalRun:
             self.folder = _make_log_folder(options.log_dir, self.run_id)
             self.console.tell(f"log files are in {self.folder}")
 
-    def run_alone(self, stack: ExitStack) -> int:
-        """Run workers that are all on this machine; the exit code."""
-        store = stack.enter_context(closing(StoreServer(self.private, *self.options.meeting_point)))
-
-        def run_attempt(attempt: int) -> RunResult:
-            store.clear()
-            generations = Generations(
-                say=self.console.tell,
-                roster=self.make_roster(self.local_size),
-                is_run=self.is_run,
-                give_up_keys=store.give_up,
-                survives=self.survives,
-                survives_errors=self.options.survive_errors,
-            )
-            return self.run(store.first_place(self.local_size), attempt, generations, store=store)
-
-        return self.run_attempts(run_attempt, self.local_size)
-
     @property
     def survives(self) -> bool:
         """Whether a training is to go on when workers die."""
         return not self.options.no_survive and sys.platform == "linux"
 
-    def make_roster(self, size: int, machine_by_worker: Mapping[int, int] | None = None) -> Roster:
-        """The roster of `size` workers, of which those that are not here are on other machines."""
-        least = self.options.min_workers
-        if least > size:
-            raise UsageError(
-                f"--min-workers is {least}, but there are {size} workers.",
-                advice="Use a number from 1 to that of --workers.",
-            )
-        return Roster(
-            size=size,
-            min_workers=least,
-            max_replacements=self.options.max_restarts,
-            machine_by_worker=machine_by_worker or {},
-            patience_s=max(FORMING_S, 2 * self.options.machine_timeout),
-            deaths=self.deaths,
-        )
-
     def run_attempts(
-        self,
-        run_attempt: Callable[[int], RunResult],
-        size: int,
-        is_over: Callable[[], bool] = lambda: False,
+        self, run_attempt: Callable[[int], RunResult], size: int, is_over: Callable[[], bool]
     ) -> int:
         """Run all `size` workers again while they fail and restarts are left; the exit code."""
         restarts, lost = self.options.max_restarts or 0, Counter[int]()
@@ -249,8 +208,7 @@ class LocalRun:
         first: Placement,
         attempt: int,
         generations: Generations | Follower,
-        *,
-        store: StoreServer | None = None,
+        store: StoreServer | None,
     ) -> RunResult:
         """Start this machine's workers, from the one at `first` on, and watch them to the end."""
         is_local = first.is_on_loopback
