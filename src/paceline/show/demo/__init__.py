@@ -178,7 +178,7 @@ def main(args: argparse.Namespace) -> int:
         # torch says this on import where NumPy is missing; nothing here uses NumPy.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
         outcome = _show(
-            options, folder, print_lines if is_printed else _print_nothing, kills=args.kill
+            options, folder, print_lines if is_printed else lambda lines: None, kills=args.kill
         )
     if is_printed:
         print_lines(outcome.conclusion())
@@ -203,10 +203,6 @@ def _show(
     task = built_in(options.seed)
     print_lines(introduction(task, options))
     return train(task, options, folder)
-
-
-def _print_nothing(_lines: list[str]) -> None:
-    """For `--json` and `--quiet`."""
 
 
 def make_folder(wanted: str | None) -> Path:

@@ -1,6 +1,6 @@
 """`paceline demo --kill`: kills a worker during training, and checks that nothing is lost.
 
-The training is an ordinary one under `paceline run`, in `survival_training`. This file starts it,
+The training is an ordinary one under `paceline run`, that of `training`. This file starts it,
 follows it through its run folder, kills one of its workers, and compares the result with that of an
 undisturbed training.
 """
@@ -81,10 +81,10 @@ def show(options: DemoOptions, folder: Path, print_lines: PrintLines) -> KillOut
     steps = options.epochs * STEPS_PER_EPOCH
     print_lines(introduction(options, steps))
     run = RunFolder(folder / "killed")
-    facts = [str(options.epochs), str(options.seed), str(options.shards), str(STEP_S)]
+    numbers = map(str, (STEP_S, options.workers, options.epochs, options.seed))
     launcher = [sys.executable, "-m", "paceline", "run", "--workers", str(options.workers)]
     process = subprocess.Popen(
-        [*launcher, "-m", "paceline.show.demo.survival_training", str(run.path), *facts],
+        [*launcher, "-m", "paceline.show.demo.training", str(run.path), *numbers],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

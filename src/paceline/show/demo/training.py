@@ -1,8 +1,14 @@
-"""The demo's trainings: on several workers, resumed on others, on one, and in plain torch."""
+"""The demo's trainings: on several workers, resumed on others, on one, and in plain torch.
+
+With `--kill`, `paceline run` starts this module on every worker.
+"""
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from paceline.data import DistributedSampler
-from paceline.files import RunFolder, read_events
+from paceline.files import RunFolder, encode, read_events
 from paceline.group import init_process_group
 from paceline.launcher import launch
 from paceline.run import Run, RunOptions, hash_state
@@ -83,7 +89,16 @@ def train_on_worker(
         return usual, train_run(options, exact, same_bits=True)
 
 
-def train_run(options: DemoOptions, folder: str, *, same_bits: bool = False) -> dict[str, Tensor]:
+def main() -> None:
+    """One worker of a training in which another one is killed: there is no code for that."""
+    folder, pause_s, *numbers = sys.argv[1:]
+    state = train_run(DemoOptions(*map(int, numbers)), folder, pause_s=float(pause_s))
+    Path(folder, f"parameters{os.environ['RANK']}").write_bytes(encode(state))
+
+
+def train_run(
+    options: DemoOptions, folder: str, *, same_bits: bool = False, pause_s: float = 0.0
+) -> dict[str, Tensor]:
     """Train on this worker's shards of every batch, with the other workers if there are any."""
     task = built_in(options.seed)
     run = Run(
@@ -117,6 +132,7 @@ def train_run(options: DemoOptions, folder: str, *, same_bits: bool = False) -> 
         with step:
             for x, y in step.batches():
                 step.backward(task.loss_fn(run.model(x), y))
+            time.sleep(pause_s)
         if step.ends_epoch:
             run.evaluate(score, task.evaluation)
     return task.model.state_dict()
@@ -141,3 +157,7 @@ def are_bit_equal(states: Sequence[dict[str, Tensor]]) -> bool:
 
 def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max((one[name] - other[name]).abs().max().item() for name in one)
+
+
+if __name__ == "__main__":
+    main()
