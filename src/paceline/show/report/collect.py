@@ -61,6 +61,14 @@ def collect(path: Path) -> RunData:
     return reader.data
 
 
+def check_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise UsageError(
+            f"There is no run folder {str(path)!r}.",
+            advice="Name the folder that a run wrote, the one with run.json and events/ in it.",
+        )
+
+
 @dataclass(slots=True)
 class Cursor:
     """How far one rank's events are read."""
@@ -89,11 +97,7 @@ class RunReader:
     """
 
     def __init__(self, path: Path, *, most_bytes: float = math.inf) -> None:
-        if not path.is_dir():
-            raise UsageError(
-                f"There is no run folder {str(path)!r}.",
-                advice="Name the folder that a run wrote, the one with run.json and events/ in it.",
-            )
+        check_folder(path)
         self.folder = RunFolder(path)
         self._most_bytes = most_bytes
         self.is_behind = False

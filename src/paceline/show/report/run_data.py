@@ -14,9 +14,9 @@ import statistics
 import time
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
+from paceline import env
 from paceline.files import Event, RunFolder, RunInfo
 from paceline.record import Trace
 from paceline.show.report.curves import Curve
@@ -80,12 +80,7 @@ class RankTotals:
 
     def find_gone(self) -> bool:
         """Whether its process has ended, if it was on this machine; a zombie has."""
-        if not self.is_here:
-            return False
-        try:
-            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(") ")[2].startswith("Z")
-        except OSError:
-            return True
+        return self.is_here and env.read_process(self.pid)[0] in (b"", b"Z")
 
 
 @dataclass(slots=True)

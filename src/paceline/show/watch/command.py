@@ -26,7 +26,7 @@ from paceline import env
 from paceline.errors import UsageError
 from paceline.files import RunFolder
 from paceline.launcher import private_folder
-from paceline.show.report.collect import find_runs
+from paceline.show.report.collect import check_folder, find_runs
 from paceline.show.watch.follow import Watched
 
 if TYPE_CHECKING:
@@ -158,11 +158,7 @@ def find_paths(given: Sequence[str], *, must_be_there: bool = False) -> list[Pat
         return runs[-1:]
     found = list[Path]()
     for path in map(Path, given):
-        if not path.is_dir():
-            raise UsageError(
-                f"There is no run folder {str(path)!r}.",
-                advice="Name the folder that a run wrote, the one with run.json and events/ in it.",
-            )
+        check_folder(path)
         is_run = _is_run(path)
         around = [] if is_run else find_runs(path, RUNS_LIMIT)
         runs = [path] if is_run else [run for run in around if run != path.parent]

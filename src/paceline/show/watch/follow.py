@@ -55,7 +55,7 @@ class Followed:
         self._reading: asyncio.Task[None] | None = None
         self.pages = 0
         """How many pages show the run now."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         """Guards everything below, which is used in threads."""
         self._reader = RunReader(path, most_bytes=SKETCHED_ABOVE_BYTES)
         self._machine = Machine()
@@ -178,17 +178,14 @@ class Followed:
         with self._lock:
             built, runs = document.build(self._reader.data), self._watched.runs
             listed = bounded([run.describe() for run in runs]) if len(runs) > 1 else None
-            return {**built, "live": self._live(), "runs": listed}
+            return {**built, "live": self.build_live(), "runs": listed}
 
     def build_live(self) -> live.Json:
         """The current state of the run."""
-        with self._lock:
-            return self._live()
-
-    def _live(self) -> live.Json:
         runs = [run.name_state() for run in self._watched.runs]
-        is_asked = os.path.lexists(self._reader.data.folder.record_request)
-        built = live.build(self._reader.data, self._machine)
+        with self._lock:
+            is_asked = os.path.lexists(self._reader.data.folder.record_request)
+            built = live.build(self._reader.data, self._machine)
         found = {**built, "recording": "asked" if is_asked else None}
         result: live.Json = bounded({"run": self.name, "runs": runs, **found})
         return result

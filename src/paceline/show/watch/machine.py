@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from paceline import env
 from paceline.show.report.run_data import RankTotals
 
 LEAST_BETWEEN_S = 1.0
@@ -59,9 +60,7 @@ class Machine:
         with contextlib.suppress(OSError, ValueError, IndexError):
             pages = int(Path(f"/proc/{rank.pid}/statm").read_text().split()[1])
             memory = pages * os.sysconf("SC_PAGE_SIZE")
-            after_name = Path(f"/proc/{rank.pid}/stat").read_text().rpartition(") ")[2].split()
-            ticks = int(after_name[11]) + int(after_name[12])
-            cores = self._rate(rank.pid, ticks / os.sysconf("SC_CLK_TCK"))
+            cores = self._rate(rank.pid, env.read_process(rank.pid)[1])
         device = re.fullmatch(r"cuda:(\d{1,3})", rank.device)
         share, used = (self._read_gpus().get(int(device[1])) if device else None) or (None, None)
         return Usage(memory, cores, share, used, self._network_bytes_per_s(rank.pid))
