@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from paceline.ddp import DDPOptions, NaiveEngine
-from paceline.ddp.ordered import Branch, _is_in, branches_of, depth_of, fold, fold_from
+from paceline.ddp.ordered import Branch, _is_in, branches_of, depth_of, fold
 from paceline.errors import DesyncError, UsageError
 from paceline.run import Run, RunOptions, hash_state
 from paceline.run.metrics import add_exactly, means, round_sum
@@ -320,7 +320,7 @@ def test_the_tree_knows_no_workers() -> None:
             for rank in range(size):
                 for branch in branches_of(rank, size, shards):
                     inside = {b: text for b, text in leaves.items() if _is_in(b, branch)}
-                    have[branch] = fold_from(branch, inside, shards, write)
+                    have[branch] = fold(inside, shards, write, branch)
             assert fold(have, shards, write) == whole
             most = max(len(branches_of(rank, size, shards)) for rank in range(size))
             assert most == 1 or size & (size - 1), "one branch each where the size is 2 ** k"

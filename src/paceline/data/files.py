@@ -34,11 +34,9 @@ class Format(Protocol):
 
     def count(self, file: Any) -> int:
         """How many samples the file has."""
-        ...
 
     def read(self, file: Any, start: int) -> Iterator[Any]:
         """Its samples from number `start` on; each call must return the same."""
-        ...
 
 
 class Tar:

@@ -75,11 +75,7 @@ class Bucket:
         self.views: list[Tensor] = []
         self._refs = [params[index].get for index in self.indices]
         self._layouts = [
-            (param.shape, param.stride())
-            if param is not None and param.is_contiguous()
-            else (torch.Size([0]), (1,))
-            if param is None
-            else dense_layout(param)
+            (torch.Size([0]), (1,)) if param is None else dense_layout(param)
             for param in self.params
         ]
         self._always_views = always_views

@@ -40,28 +40,22 @@ class Engine(Protocol):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        ...
 
     def begin_step(self, number: int) -> None:
         """A run begins its step `number`: nothing is accumulated yet, and errors name that step."""
-        ...
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward passes only accumulate gradients."""
-        ...
 
     def weigh(self, weight: float, shard: int, of_shard: float) -> None:
         """Say, before a backward, what this rank's gradients of a run's step weigh with it; a run
         keeps count itself. The backward is that of `shard`, which alone weighs `of_shard`."""
-        ...
 
     def take_part(self) -> None:
         """Sum with the others without anything to add, and get what they have."""
-        ...
 
     def on_generation(self) -> None:
         """The membership has moved on: find memory, order and transport anew."""
-        ...
 
 
 class SummedGradients(Protocol):

@@ -77,9 +77,11 @@ def branches_of(rank: int, size: int, shards: int) -> tuple[Branch, ...]:
     return tuple(find((0, 0)))
 
 
-def fold(have: dict[Branch, Any], shards: int, add: Callable[[Any, Any], Any]) -> Any:
-    """What the whole tree adds up to, of the branches there are; None where there are none."""
-
+def fold(
+    have: dict[Branch, Any], shards: int, add: Callable[[Any, Any], Any], root: Branch = (0, 0)
+) -> Any:
+    """What the tree below `root` adds up to, of the branches there are; None where there are
+    none."""
     deepest = max((depth for depth, _ in have), default=0)
 
     def total(branch: Branch) -> Any:
@@ -93,7 +95,7 @@ def fold(have: dict[Branch, Any], shards: int, add: Callable[[Any, Any], Any]) -
             return left
         return None if left is None and right is None else add(left, right)
 
-    return total((0, 0))
+    return total(root)
 
 
 class OrderedEngine(NaiveEngine):
@@ -349,10 +351,7 @@ class OrderedSums:
     def _fold_own(self, branch: Branch) -> Sum:
         """What this worker has of one of its branches; a short batch leaves shards out."""
         inside = {each: have for each, have in self._have.items() if _is_in(each, branch)}
-        if branch in inside:
-            return inside[branch]
-        found = fold_from(branch, inside, self.shards, _sum) if inside else None
-        return found or [None] * len(self.buckets)
+        return fold(inside, self.shards, _sum, branch) or [None] * len(self.buckets)
 
     @property
     def _has_one_branch(self) -> bool:
@@ -430,15 +429,6 @@ def _sum(one: Sum | None, other: Sum | None) -> Sum:
         None if a is None and b is None else _add_flats(a, b)
         for a, b in zip(one, theirs, strict=True)
     ]
-
-
-def fold_from(
-    branch: Branch, have: dict[Branch, Any], shards: int, add: Callable[[Any, Any], Any]
-) -> Any:
-    """As `fold`, of one branch: the tree below it is a tree of the shards that it has."""
-    depth, residue = branch
-    inner = {(d - depth, r >> depth): value for (d, r), value in have.items()}
-    return fold(inner, len(range(residue, shards, 2**depth)), add)
 
 
 def _is_in(inner: Branch, outer: Branch) -> bool:

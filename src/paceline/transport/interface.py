@@ -82,15 +82,12 @@ class Transport(Protocol):
 
     def sum(self, flat: Tensor, what: str) -> Reduction:
         """Start replacing `flat` by the sum of all ranks', the same bits on every rank."""
-        ...
 
     def gather(self, flat: Tensor, what: str) -> Reduction:
         """Start replacing every slice by that of the rank which owns it."""
-        ...
 
     def copy(self, flat: Tensor, root: int, what: str) -> None:
         """Replace `flat` by that of rank `root`."""
-        ...
 
 
 class Buckets(Protocol):
@@ -99,24 +96,19 @@ class Buckets(Protocol):
     @property
     def homes(self) -> Sequence[Tensor | None]:
         """Memory for each bucket, or None where any memory is as good."""
-        ...
 
     @property
     def applies_weights(self) -> bool:
         """Whether sums come divided by the ranks' mean weight already."""
-        ...
 
     def divides(self, dtype: torch.dtype) -> bool:
         """Whether sums of this dtype come divided by the number of ranks already."""
-        ...
 
     def start(self, number: int, buffer: Tensor, weight: float, what: str) -> Reduction:
         """Start summing bucket `number` in place, in the same order on every rank."""
-        ...
 
     def gather(self, number: int, buffer: Tensor, what: str) -> Reduction:
         """Start replacing every slice of bucket `number` by that of the rank which owns it."""
-        ...
 
 
 METHODS = [name for name in vars(Transport) if not name.startswith("_")]
