@@ -21,7 +21,6 @@ from paceline.files.run_folder import (
     make_private,
     write_info,
 )
-from paceline.record.schema import write as write_trace
 from paceline.record.stages import (
     Answer,
     Check,
@@ -41,6 +40,7 @@ from paceline.record.stages import (
     Weight,
     WeightStop,
 )
+from paceline.record.stages import write as write_trace
 
 BEGAN = 1_700_000_000.0
 GENERATIONS: list[dict[str, Any]] = [

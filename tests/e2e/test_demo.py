@@ -15,7 +15,7 @@ from sentences import says
 
 from paceline.cli import main
 from paceline.files.run_folder import RunFolder, read_events, read_info
-from paceline.record import schema
+from paceline.record import stages
 from paceline.show import demo
 from paceline.show.demo import BATCH_ROWS, DemoOptions, DemoOutcome
 from paceline.show.trace.task import built_in
@@ -105,7 +105,7 @@ def test_the_demo_leaves_a_run_with_checkpoints_and_a_report(shown: str, folder:
     assert (info.status, info.workers, info.shards, info.step) == ("finished", 2, SHARDS, 50)
     assert info.policy == [DemoOptions().policy]
     assert {e["kind"] for e in read_events(run)} >= {"step", "epoch", "checkpoint", "noise"}
-    check = schema.read(run.pipeline_of(3)).check
+    check = stages.read(run.pipeline_of(3)).check
     assert check is not None
     assert (check.how, check.is_same) == ("whole batch", True)
     assert [run.timeline_of(rank).exists() for rank in range(3)] == [True, True, False]

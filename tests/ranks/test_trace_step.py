@@ -21,7 +21,7 @@ from paceline.dp import DPOptions
 from paceline.errors import UsageError
 from paceline.group import tree
 from paceline.group.world import World
-from paceline.record import record_step, schema, to_json
+from paceline.record import record_step, stages, to_json
 from paceline.record import step as step_module
 from paceline.record.reference import distance
 from paceline.record.stages import Check, Stage, Trace
@@ -98,7 +98,7 @@ def record(
         told = run_ranks(size, body)
     for other in told[1:]:
         assert {**other, "created": 0} == {**told[0], "created": 0}
-    return schema.from_json(json.loads(json.dumps(told[0], allow_nan=False)))
+    return stages.from_json(json.loads(json.dumps(told[0], allow_nan=False)))
 
 
 def check_of(*arguments: Any, **options: Any) -> Check:
@@ -514,7 +514,7 @@ def test_without_a_check_and_an_optimizer_there_is_neither(engine: str) -> None:
 def test_one_file_is_in_the_run_folder(engine: str, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     trace = record(engine, folder=folder, step=12)
-    assert schema.read(folder / "pipeline" / "step12.json") == trace
+    assert stages.read(folder / "pipeline" / "step12.json") == trace
     assert [path.name for path in (folder / "pipeline").iterdir()] == ["step12.json"]
     assert folder.stat().st_mode & 0o777 == 0o700
 

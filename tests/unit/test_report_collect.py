@@ -20,7 +20,7 @@ from synthetic_run import BATCH, SCALING, synthetic_run, synthetic_trace
 
 from paceline.errors import UsageError
 from paceline.files.run_folder import EventWriter, RunFolder, RunInfo, write_info
-from paceline.record.schema import write as write_trace
+from paceline.record.stages import write as write_trace
 from paceline.show.report.collect import collect, find_runs
 from paceline.show.report.curves import Curve
 from paceline.show.report.document import build

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from sentences import says
 
 from paceline.files.documents import parse_json
-from paceline.record import schema
+from paceline.record import stages
 from paceline.record.stages import (
     Answer,
     Check,
@@ -42,8 +42,8 @@ from paceline.show.trace.command import Printer
 from paceline.show.trace.drawing import TextBox, connect, draw, paint, side_by_side
 
 DATA = Path(__file__).parents[1] / "data"
-DP = schema.read(DATA / "pipeline-dp.json")
-DDP = schema.read(DATA / "pipeline-ddp.json")
+DP = stages.read(DATA / "pipeline-dp.json")
+DDP = stages.read(DATA / "pipeline-ddp.json")
 
 each_trace = pytest.mark.parametrize("trace", [DP, DDP], ids=["dp", "ddp"])
 
@@ -118,9 +118,9 @@ def test_a_number_of_workers_that_cannot_be_right_is_drawn_at_once(workers: int)
 
 def giant(change: Any) -> Trace:
     """What a reader gets of a file that is as large as one may be, and was changed."""
-    document = json.loads(json.dumps(schema.to_json(DDP)))
+    document = json.loads(json.dumps(stages.to_json(DDP)))
     change(document)
-    return schema.from_json(parse_json(json.dumps(document).encode(), "a file"))
+    return stages.from_json(parse_json(json.dumps(document).encode(), "a file"))
 
 
 LONG = "name " * 10_000

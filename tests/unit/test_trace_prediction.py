@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paceline import DataParallel
 from paceline.errors import UsageError
-from paceline.record import schema
+from paceline.record import stages
 from paceline.record.stages import Epoch, Trace
 from paceline.show.trace import observe, trace_prediction
 from paceline.show.trace.prediction import answer_of
@@ -179,7 +179,7 @@ def test_a_perfect_accuracy_is_mentioned() -> None:
 def test_times_are_medians_of_several_steps_and_a_busy_machine_is_named(
     slowest: float, is_busy: bool
 ) -> None:
-    trace = schema.read(Path(__file__).parents[1] / "data" / "pipeline-ddp.json")
+    trace = stages.read(Path(__file__).parents[1] / "data" / "pipeline-ddp.json")
 
     def taking(seconds: float) -> Trace:
         stages = [

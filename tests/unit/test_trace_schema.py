@@ -17,7 +17,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import pytest
 
 from paceline.errors import WireError
-from paceline.record import schema
+from paceline.record import stages
 from paceline.record.stages import Epoch, Trace, TrainedEpochs
 
 DATA = Path(__file__).parents[1] / "data"
@@ -63,8 +63,8 @@ def test_the_page_explains_every_field() -> None:
 
 @each_file
 def test_a_file_of_a_real_run_is_read_and_written_the_same(path: Path) -> None:
-    trace = schema.read(path)
-    assert schema.to_json(trace) == json.loads(path.read_text())
+    trace = stages.read(path)
+    assert stages.to_json(trace) == json.loads(path.read_text())
 
 
 @pytest.mark.parametrize(
@@ -89,29 +89,29 @@ def test_the_first_thing_that_is_wrong_is_named(change: Any, words: list[str]) -
     changed = document()
     change(changed)
     with pytest.raises(WireError) as caught:
-        schema.from_json(changed)
+        stages.from_json(changed)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
 @pytest.mark.parametrize("nonsense", [None, [], 3, "schema", {}])
 def test_what_is_no_object_of_ours_is_refused(nonsense: Any) -> None:
     with pytest.raises(WireError):
-        schema.from_json(nonsense)
+        stages.from_json(nonsense)
 
 
 def test_keys_of_a_later_version_are_ignored() -> None:
     later = document()
     later["colour"] = "blue"
     later["stages"][0]["smell"] = []
-    assert schema.from_json(later) == schema.from_json(document())
+    assert stages.from_json(later) == stages.from_json(document())
 
 
 def test_numbers_that_json_has_no_word_for_survive() -> None:
     epochs = [Epoch(epoch=i, loss=x, seconds=1.0) for i, x in enumerate((math.inf, -math.inf))]
     epochs.append(Epoch(epoch=3, loss=math.nan, seconds=1.0))
-    trace = replace(schema.from_json(document()), training=TrainedEpochs(epochs=epochs))
-    text = json.dumps(schema.to_json(trace), allow_nan=False)
-    again = schema.from_json(json.loads(text))
+    trace = replace(stages.from_json(document()), training=TrainedEpochs(epochs=epochs))
+    text = json.dumps(stages.to_json(trace), allow_nan=False)
+    again = stages.from_json(json.loads(text))
     assert again.training is not None
     losses = [epoch.loss for epoch in again.training.epochs]
     assert losses[:2] == [math.inf, -math.inf]
@@ -120,11 +120,11 @@ def test_numbers_that_json_has_no_word_for_survive() -> None:
 
 def test_a_file_is_for_its_owner_alone_and_nothing_else_is_left(tmp_path: Path) -> None:
     path = tmp_path / "run" / "pipeline" / "step3.json"
-    schema.write(schema.read(FILES[0]), path)
+    stages.write(stages.read(FILES[0]), path)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     assert os.listdir(path.parent) == ["step3.json"]
-    assert schema.read(path) == schema.read(FILES[0])
+    assert stages.read(path) == stages.read(FILES[0])
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, text: str) 
     path = tmp_path / "step1.json"
     path.write_text(text)
     with pytest.raises(WireError):
-        schema.read(path)
+        stages.read(path)
 
 
 def test_a_giant_file_and_a_folder_are_refused_before_they_are_read(tmp_path: Path) -> None:
@@ -145,13 +145,13 @@ def test_a_giant_file_and_a_folder_are_refused_before_they_are_read(tmp_path: Pa
         file.truncate(2**40)  # takes no space
     for path in (giant, tmp_path):
         with pytest.raises(WireError, match=r"larger than|not a plain file"):
-            schema.read(path)
+            stages.read(path)
 
 
 def test_a_link_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "link.json").symlink_to(FILES[0])
     with pytest.raises(OSError, match=r"link\.json"):
-        schema.read(tmp_path / "link.json")
+        stages.read(tmp_path / "link.json")
 
 
 def test_reading_and_drawing_need_no_torch() -> None:

@@ -29,7 +29,7 @@ from paceline.files.run_folder import (
     read_info,
     write_info,
 )
-from paceline.record.schema import write as write_trace
+from paceline.record.stages import write as write_trace
 from paceline.show.report import document
 from paceline.show.report.collect import SKETCHED, RunReader, collect
 from paceline.show.report.sentences import waiting_verdict

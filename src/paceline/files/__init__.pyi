@@ -5,12 +5,11 @@ from paceline.files.codec import encode as encode
 from paceline.files.codec import restore_tensors as restore_tensors
 from paceline.files.codec import separate_tensors as separate_tensors
 from paceline.files.documents import JsonLimits as JsonLimits
+from paceline.files.documents import check_schema as check_schema
 from paceline.files.documents import parse_json as parse_json
 from paceline.files.documents import plain_json as plain_json
 from paceline.files.documents import read_json as read_json
 from paceline.files.documents import read_value as read_value
-from paceline.files.ends import keep_traceback as keep_traceback
-from paceline.files.ends import record_end as record_end
 from paceline.files.output_log import OutputLog as OutputLog
 from paceline.files.output_log import read_log as read_log
 from paceline.files.run_folder import Event as Event
@@ -19,6 +18,7 @@ from paceline.files.run_folder import EventWriter as EventWriter
 from paceline.files.run_folder import RunFolder as RunFolder
 from paceline.files.run_folder import RunInfo as RunInfo
 from paceline.files.run_folder import find_info as find_info
+from paceline.files.run_folder import keep_traceback as keep_traceback
 from paceline.files.run_folder import last_recorded_step as last_recorded_step
 from paceline.files.run_folder import make_private as make_private
 from paceline.files.run_folder import new_file as new_file
@@ -27,6 +27,7 @@ from paceline.files.run_folder import open_plain as open_plain
 from paceline.files.run_folder import parse_event as parse_event
 from paceline.files.run_folder import read_events as read_events
 from paceline.files.run_folder import read_info as read_info
+from paceline.files.run_folder import record_end as record_end
 from paceline.files.run_folder import replace_file as replace_file
 from paceline.files.run_folder import sync_folder as sync_folder
 from paceline.files.run_folder import write_info as write_info

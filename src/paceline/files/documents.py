@@ -251,6 +251,16 @@ def _read_fields(kind: Any, value: Any, where: str) -> Any:
     return kind(**{name: read_value(hints[name], value[name], f"{where}.{name}") for name in known})
 
 
+def check_schema(document: Any, schema: int, origin: object) -> None:
+    """Refuse a document that is not of this version of its format."""
+    found = document.get("schema") if isinstance(document, dict) else None
+    if found != schema:
+        raise WireError(
+            f"{origin} has schema {found!r}; this version of paceline reads {schema}.",
+            advice="Read it with the version that wrote it.",
+        )
+
+
 def plain_json(value: Any) -> Any:
     """The value with strings in place of nan and inf, which strict JSON lacks."""
     if isinstance(value, float) and not math.isfinite(value):

@@ -25,13 +25,14 @@ import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from paceline.errors import UsageError, WireError
 from paceline.files.documents import (
     FLOAT_BY_NAME,
+    check_schema,
     parse_json,
     parse_lines,
     plain_json,
@@ -164,12 +165,7 @@ def read_info(folder: RunFolder) -> RunInfo | None:
             value = read_json(file, INFO_LIMIT_BYTES, folder.info)
     except FileNotFoundError:
         return None
-    if not isinstance(value, dict) or value.get("schema") != SCHEMA:
-        found = value.get("schema") if isinstance(value, dict) else None
-        raise WireError(
-            f"{folder.info} has schema {found!r}; this version of paceline reads {SCHEMA}.",
-            advice="Read it with the version that wrote it.",
-        )
+    check_schema(value, SCHEMA, folder.info)
     info: RunInfo = read_value(RunInfo, value, str(folder.info))
     return info
 
@@ -321,6 +317,48 @@ def last_recorded_step(folder: RunFolder) -> int:
         return 0
     steps = [event.get("step") for event in events if event and event["kind"] in ("step", "stop")]
     return next((step for step in reversed(steps) if type(step) is int), 0)
+
+
+def record_end(
+    folder: RunFolder,
+    status: Literal["stopped", "failed"],
+    reason: str,
+    *,
+    worker: int = -1,
+    step: int = 0,
+    traceback: str = "",
+) -> None:
+    """Record in a run's folder why it ended, for a run that could not do so itself.
+
+    A "stopped" does not replace the end of a run that has ended by itself.
+    """
+    info = find_info(folder)
+    if info is None or (status == "stopped" and info.status != "running"):
+        return
+    is_new = (info.status, info.reason) != (status, reason)
+    if is_new:
+        applied = max(info.step, last_recorded_step(folder))
+        info = replace(info, status=status, reason=reason, step=applied, updated=time.time())
+    if worker >= 0:
+        info = replace(info, failed_worker=worker, failed_step=step or None)
+    # `run.json` first: replacing it works on a full disk too.
+    write_info(folder, replace(info, traceback=folder.errors.name if traceback else ""))
+    if traceback:
+        keep_traceback(folder, reason, traceback)
+    if is_new:
+        with EventWriter(folder, max(worker, 0)) as events:
+            events.write("stop", step=info.step, reason=reason)
+
+
+def keep_traceback(folder: RunFolder, reason: str, text: str) -> None:
+    """Append a traceback to `errors.txt`, unless that file has reached its limit."""
+    file = open_private(str(folder.errors), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        if os.fstat(file).st_size < INFO_LIMIT_BYTES:
+            when = time.strftime("%Y-%m-%d %H:%M:%S")
+            os.write(file, f"{when} {reason}\n{text.rstrip()}\n\n".encode("utf-8", "replace"))
+    finally:
+        os.close(file)
 
 
 def read_events(folder: RunFolder) -> list[Event]:

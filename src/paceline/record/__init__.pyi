@@ -4,11 +4,6 @@ from paceline.record.facts import tensor_bytes as tensor_bytes
 from paceline.record.facts import tree_facts as tree_facts
 from paceline.record.hooks import StepRecording as StepRecording
 from paceline.record.hooks import trained_parameters as trained_parameters
-from paceline.record.schema import from_json as from_json
-from paceline.record.schema import read as read
-from paceline.record.schema import read_document as read_document
-from paceline.record.schema import to_json as to_json
-from paceline.record.schema import write as write
 from paceline.record.stages import Answer as Answer
 from paceline.record.stages import Epoch as Epoch
 from paceline.record.stages import Layer as Layer
@@ -21,4 +16,9 @@ from paceline.record.stages import TensorFacts as TensorFacts
 from paceline.record.stages import Trace as Trace
 from paceline.record.stages import TrainedEpochs as TrainedEpochs
 from paceline.record.stages import Weight as Weight
+from paceline.record.stages import from_json as from_json
+from paceline.record.stages import read as read
+from paceline.record.stages import read_document as read_document
+from paceline.record.stages import to_json as to_json
+from paceline.record.stages import write as write
 from paceline.record.step import record_step as record_step

@@ -1,14 +1,30 @@
 """One recorded step as plain data: stages, a sample and a weight followed through them, a check.
 
 The terminal, the report and the JSON file show exactly this data; nothing else is kept of the step.
-Its fields are also the file format: see `schema`. Starts without torch.
+Its fields are also the file format, strict JSON: `from_json` checks a document against them and
+names the first mistake; unknown keys are ignored, so that later versions may add some. Floats that
+JSON cannot represent are the strings "nan", "inf" and "-inf". Starts without torch.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
 
+from paceline.files import (
+    check_schema,
+    make_private,
+    open_plain,
+    plain_json,
+    read_json,
+    read_value,
+    replace_file,
+)
+
+SCHEMA = 1
+FILE_LIMIT_BYTES = 16 * 2**20
 EngineName = Literal["DataParallel", "DistributedDataParallel"]
 
 
@@ -229,4 +245,34 @@ class Trace:
     check: Check | None = None
     training: TrainedEpochs | None = None
     prediction: SamplePrediction | None = None
-    schema: int = 1
+    schema: int = SCHEMA
+
+
+def to_json(trace: Trace) -> dict[str, Any]:
+    """The document that `from_json` reads."""
+    document: dict[str, Any] = plain_json(asdict(trace))
+    return document
+
+
+def from_json(document: Any) -> Trace:
+    """Read a trace from a document; a WireError names what is wrong with it."""
+    check_schema(document, SCHEMA, "The recorded step")
+    trace: Trace = read_value(Trace, document, "step")
+    return trace
+
+
+def write(trace: Trace, path: Path) -> None:
+    """Replace the file atomically, readable by this user only."""
+    make_private(path.parent)
+    replace_file(path, [json.dumps(to_json(trace), allow_nan=False, indent=1), "\n"])
+
+
+def read(path: Path) -> Trace:
+    """Read a recorded step from a file."""
+    return from_json(read_document(path))
+
+
+def read_document(path: Path) -> Any:
+    """The JSON of a file; one that is too large is refused."""
+    with open_plain(path) as file:
+        return read_json(file, FILE_LIMIT_BYTES, path)

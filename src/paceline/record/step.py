@@ -30,7 +30,7 @@ from paceline.dp import DataParallel
 from paceline.errors import ReplicaError, UsageError, WireError, check_whole
 from paceline.files import RunFolder, decode, encode
 from paceline.group import exchange, find_tensors, gather_bytes
-from paceline.record import facts, schema
+from paceline.record import facts, stages
 from paceline.record.engines import (
     Picture,
     RankCounts,
@@ -111,7 +111,7 @@ def record_step(
         rec.free_tensors()
     if target is not None and is_main:
         target.create()
-        schema.write(rec.trace, target.pipeline_of(step))
+        stages.write(rec.trace, target.pipeline_of(step))
 
 
 def _copy(model: Any, optimizer: Optimizer | None) -> Reference | str:
@@ -198,8 +198,8 @@ def _trace_ranks(rec: StepRecording, reference: Reference | str) -> Trace:
     picture = describe_rank(rec, ranks, group.rank(), is_equal)
     rows = sum(sum(each.rows) for each in ranks)
     own = _trace(rec, "DistributedDataParallel", [str(device)], rows, picture, check)
-    gathered = exchange(group, schema.to_json(own), device, "Recording a step: stages")
-    traces = [schema.from_json(each) for each in gathered]
+    gathered = exchange(group, stages.to_json(own), device, "Recording a step: stages")
+    traces = [stages.from_json(each) for each in gathered]
     check = traces[0].check
     return replace(
         own,
