@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from paceline.errors import check_whole
-from paceline.group import Group, all_reduce
+from paceline.group import Group, exchange, word_device
 from paceline.torch_private import foreach_norm
 
 HORIZON = 50.0
@@ -131,6 +131,7 @@ class NoiseMeter:
         self.every = every
         self.scale = NoiseScale()
         self._parameters: Sequence[Parameter] = list(parameters)
+        self._device = self._parameters[0].device if self._parameters else torch.device("cpu")
         self._handles: list[Any] = []
         self._step = 0
         self._measured_by_slot: dict[int, Tensor] = {}
@@ -204,36 +205,30 @@ class NoiseMeter:
 
         A collective: every rank calls it, at the same point. `None` is a world of one.
         """
-        table = self._table()
-        self._measured_by_slot = {}
-        size = 1 if group is None else group.size()
-        if group is not None and size > 1:
-            all_reduce(group, table, "Adding up the gradient noise")
-        return self._add(table, size)
+        if group is None:
+            return self.add_gathered([self.measurements()])
+        where = word_device(group, self._device)
+        return self.add_gathered(
+            exchange(group, self.measurements(), where, "Adding up the gradient noise")
+        )
 
     def measurements(self) -> list[list[float]]:
         """This rank's measurements since the last reading, for a caller that exchanges them."""
-        return self._table().tolist()
+        table = torch.zeros(_SLOTS, _COLUMNS, dtype=torch.float64, device=self._device)
+        for slot, words in self._measured_by_slot.items():
+            table[slot] = words
+        return table.tolist()
 
     def add_gathered(self, everyone: list[Any]) -> NoiseEstimate | None:
         """Like `read`, from the measurements of all ranks; adding the same twice has no effect."""
-        if everyone == self._added:
-            return self.scale.estimate()
-        self._measured_by_slot, self._added = {}, everyone
-        return self._add(torch.tensor(everyone, dtype=torch.float64).sum(0), len(everyone))
-
-    def _table(self) -> Tensor:
-        device = self._parameters[0].device if self._parameters else torch.device("cpu")
-        table = torch.zeros(_SLOTS, _COLUMNS, dtype=torch.float64, device=device)
-        for slot, words in self._measured_by_slot.items():
-            table[slot] = words
-        return table
-
-    def _add(self, table: Tensor, size: int) -> NoiseEstimate | None:
-        for ranks, whole, shards, rows, squares in table.tolist():
-            # Skip a measurement in which a rank that joined later has no part.
-            if ranks == size and shards >= 2 and rows > 0:
-                self.scale.add(*from_shards(int(shards), rows, squares, whole / size), batch=rows)
+        if everyone != self._added:
+            self._measured_by_slot, self._added = {}, everyone
+            size, total = len(everyone), torch.tensor(everyone, dtype=torch.float64).sum(0)
+            for ranks, whole, shards, rows, squares in total.tolist():
+                # Skip a measurement in which a rank that joined later has no part.
+                if ranks == size and shards >= 2 and rows > 0:
+                    signal, noise = from_shards(int(shards), rows, squares, whole / size)
+                    self.scale.add(signal, noise, batch=rows)
         return self.scale.estimate()
 
     def _on_grad(self, number: int, grad: Tensor) -> None:

@@ -86,10 +86,7 @@ class Update(Protocol):
         """Be done with all steps so far; raises if one of them was not finite."""
 
 
-_MEMBERS = (
-    *("parts", "loss_scale", "begin", "backward", "multiply_grads"),
-    *("commit", "rate", "abandon", "finish"),
-)
+_MEMBERS = [*Update.__annotations__, *(name for name in vars(Update) if name[0] != "_")]
 
 
 def check_update(value: Any) -> None:
