@@ -199,43 +199,49 @@ def all_gather(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
     """The tensors of all ranks, in rank order; all must have one shape and dtype."""
     if group.size() == 1:
         return [tensor.clone()]
-    if tensor.is_complex():
-        parts = all_gather(group, torch.view_as_real(tensor), what)
-        return [torch.view_as_complex(part) for part in parts]
-    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+    real = _real(tensor)
     with waiting(group):
-        _start(group, what, tensor, lambda: group.allgather([gathered], [tensor])).wait()
-    return gathered
+        gathered = _gather(group, real, what)
+    return list(map(torch.view_as_complex, gathered)) if tensor.is_complex() else gathered
 
 
 def exchange(group: Group, value: Any, device: torch.device, what: str) -> list[Any]:
     """The JSON values of all ranks, in rank order."""
     sent = gather_bytes(group, json.dumps(value).encode(), device, what, EXCHANGE_LIMIT_BYTES)
-    return [json.loads(data) for data in sent]
+    return list(map(json.loads, sent))
 
 
 def gather_bytes(
     group: Group, data: bytes, device: torch.device, what: str, limit: int = 2**31
 ) -> list[bytes]:
     """The bytes of all ranks, in rank order; in one message if they are few."""
+    if group.size() == 1:
+        return [data]
     framed = len(data).to_bytes(8, "little") + data
-    heads = _gather_padded(group, framed[:_HEAD_BYTES], _HEAD_BYTES, device, what)
-    sizes = [8 + int.from_bytes(head[:8], "little") for head in heads]
-    longest = max(sizes)
-    if longest > limit:
-        raise DesyncError(f"{what}: a message of {longest:,} bytes is over the limit.")
-    if longest > _HEAD_BYTES:
-        heads = _gather_padded(group, framed, longest, device, what)
-    return [head[8:size] for head, size in zip(heads, sizes, strict=True)]
+    with waiting(group):
+        heads = _gather_padded(group, framed[:_HEAD_BYTES], _HEAD_BYTES, device, what)
+        sizes = [8 + int.from_bytes(head[:8], "little") for head in heads]
+        longest = max(sizes)
+        if longest > limit:
+            raise DesyncError(f"{what}: a message of {longest:,} bytes is over the limit.")
+        if longest > _HEAD_BYTES:
+            heads = _gather_padded(group, framed, longest, device, what)
+        return [head[8:size] for head, size in zip(heads, sizes, strict=True)]
 
 
 def _gather_padded(
     group: Group, data: bytes, length: int, device: torch.device, what: str
 ) -> list[bytes]:
     padded = torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
-    together = torch.cat(all_gather(group, padded.to(device), what)).cpu()
+    together = torch.cat(_gather(group, padded.to(device), what)).cpu()
     sent = ctypes.string_at(together.data_ptr(), together.numel())
     return [sent[start : start + length] for start in range(0, len(sent), length)]
+
+
+def _gather(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(group.size())]
+    _start(group, what, tensor, lambda: group.allgather([gathered], [tensor])).wait()
+    return gathered
 
 
 def gloo_subgroup(group: Group, ranks: Sequence[int], name: str) -> Any:
