@@ -9,7 +9,7 @@ import pytest
 from paceline.errors import PeerError
 from paceline.group import Cadence, Membership
 from paceline.run.healing import Standing, Verdict, compare
-from paceline.run.recovery import AGAIN, NoRecovery, Survival
+from paceline.run.recovery import AGAIN, Recovery, Survival
 
 
 class Regrouping(Survival):
@@ -36,12 +36,12 @@ class Task:
 
 
 def test_without_recovery_a_lost_worker_is_an_error() -> None:
-    for attempt in (NoRecovery().attempt, NoRecovery().holds):
+    for attempt in (Recovery().attempt, Recovery().holds):
         with pytest.raises(PeerError):
             attempt(Task(1))
-    assert NoRecovery().attempt(Task(0)) == "done"
-    assert NoRecovery().holds(Task(0))
-    assert not NoRecovery().is_on
+    assert Recovery().attempt(Task(0)) == "done"
+    assert Recovery().holds(Task(0))
+    assert not Recovery().is_on
 
 
 @pytest.mark.parametrize("deaths", [0, 1, 3])

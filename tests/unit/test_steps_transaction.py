@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from paceline.data.plan import Position
 from paceline.errors import NotFiniteError, UsageError
 from paceline.run import Run, RunOptions, Step
-from paceline.run.recovery import NoRecovery
+from paceline.run.recovery import Recovery
 from paceline.run.stop import SIGNALS
 from paceline.testing import seeded
 
@@ -462,13 +462,13 @@ def test_impossible_options_are_refused(options: dict[str, Any]) -> None:
     assert raised.value.advice
 
 
-class HealedInStep(NoRecovery):
+class HealedInStep(Recovery):
     """Another worker dies in backward of step 2; those who have applied it give their state."""
 
     def __init__(self, run: Run) -> None:
         self._progress = run._parts.progress
 
-    def holds(self, task: Callable[[], object]) -> bool:
+    def holds(self, task: Callable[[], object], *, completes: bool = False) -> bool:
         is_lost = self._progress.position.step == 1
         task()
         return not is_lost
@@ -477,13 +477,13 @@ class HealedInStep(NoRecovery):
         self._progress.position = Position(step, 0, step)
 
 
-class DealtAnew(NoRecovery):
+class DealtAnew(Recovery):
     """Another worker dies in backward of step 2, which is computed again."""
 
     def __init__(self, run: Run) -> None:
         self._parts, self.is_lost = run._parts, False
 
-    def holds(self, task: Callable[[], object]) -> bool:
+    def holds(self, task: Callable[[], object], *, completes: bool = False) -> bool:
         task()
         was_lost, self.is_lost = self.is_lost, self._parts.progress.position.step == 1
         return was_lost or not self.is_lost

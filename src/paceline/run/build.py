@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline import env
-from paceline.data import Files, Generators, Plan, Position, check_batch
+from paceline.data import Files, Generators, Plan, Position
 from paceline.ddp import (
     DEFAULT_OPTIONS,
     Audit,
@@ -32,16 +31,13 @@ from paceline.env import Launched
 from paceline.errors import DesyncError, UsageError
 from paceline.files import RunFolder, RunInfo, last_recorded_step
 from paceline.group import (
-    CONNECTIONS,
     Link,
     Membership,
     World,
-    connect,
     current_world,
     exchange,
     gather_bytes,
     init_process_group,
-    refuse_aborted,
     runs_ahead,
     word_device,
 )
@@ -58,7 +54,7 @@ from paceline.run.loader import (
     refuse_other_samples,
     sum_up_samples,
 )
-from paceline.run.member import Groups, can_form_anew
+from paceline.run.member import can_form_anew
 from paceline.run.metrics import Metrics
 from paceline.run.models import ByName, TurnEngine
 from paceline.run.objects import StateObjects
@@ -109,7 +105,6 @@ _REPEATED = (
 )
 SAMPLES = "samples"
 """The fact that is compared as `loader` says, and not for equality."""
-GROUP_TIMEOUT = timedelta(minutes=30)
 
 
 def build_run(config: RunConfig) -> RunParts:
@@ -149,7 +144,6 @@ def build_run(config: RunConfig) -> RunParts:
     saved, before = saving.find() or (None, None)
     known = link.facts if link is not None and is_replacement else before or {}
     shards = config.shards or known.get("shards") or world.size
-    check_batch(config.global_batch, shards)
     if isinstance(config.dataset, Files) and not is_replacement:
         _count_together(config.dataset, members)
     audit = Audit(share=options.audit, seed=config.seed, shards=shards, replaces=link is not None)
@@ -256,7 +250,8 @@ def build_run(config: RunConfig) -> RunParts:
         may_cut=may_cut,
     )
     if link is not None:
-        parts.recover_with(Survival(link, _make_groups(link, launched), parts))
+        assert launched.place is not None
+        parts.recover_with(Survival(link, launched.place, parts))
     if isinstance(update, islands.OuterUpdate):
         update.attach(parts, plan)
     return parts
@@ -303,15 +298,6 @@ def _find_link(
     if found is not None:
         found.tell("building", survives=link is not None)
     return link, shares_out, can_survive
-
-
-def _make_groups(link: Link, launched: Launched) -> Groups:
-    """What makes torch's default group anew for every generation."""
-    assert launched.place is not None
-    store, backend = connect(launched.place, None), link.backend or dist.get_backend()
-    groups = Groups(store, CONNECTIONS, backend, GROUP_TIMEOUT)
-    refuse_aborted(groups.broken.is_set)
-    return groups
 
 
 def _share_out(engine: Engine, config: RunConfig, shares_out: bool, *, can_survive: bool) -> bool:

@@ -39,6 +39,7 @@ from paceline.data import (
     Portion,
     Position,
     Shard,
+    check_batch,
     choose_order,
     shards_of,
 )
@@ -61,6 +62,7 @@ def make_plan(
     `order` is the one that the run began with, if it began before.
     """
     dataset, options = config.dataset, config.options
+    check_batch(config.global_batch, shards)
     if config.loader is not None:
         return None
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):

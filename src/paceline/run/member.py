@@ -34,15 +34,19 @@ import torch.distributed as dist
 from torch.distributed import init_process_group
 
 from paceline import env
+from paceline.env import Placement
 from paceline.errors import AuditError, PacelineError, PeerError, summarize
 from paceline.group import (
+    CONNECTIONS,
     MEETINGS,
     Connections,
     Generation,
     Link,
     Membership,
+    connect,
     have_ended,
     meeting_place,
+    refuse_aborted,
 )
 from paceline.torch_private import (
     PrefixStore,
@@ -57,6 +61,7 @@ from paceline.torch_private import (
 
 BUILD_TIMEOUT = timedelta(seconds=0.75)
 """All members are there when a group is built: one that does not answer in time has died."""
+GROUP_TIMEOUT = timedelta(minutes=30)
 MOST_DOUBLINGS = 5
 """Or the machines are so busy, or so many, that it takes longer."""
 ANNOUNCE_TIMEOUT_S = 600.0
@@ -283,6 +288,13 @@ def can_form_anew(backend: str) -> bool:
     """Whether groups of a backend can be left while somebody waits in them."""
     names = {part.rpartition(":")[2] for part in backend.split(",")}
     return names <= ({"gloo", "nccl"} if can_abort_nccl() else {"gloo"})
+
+
+def follow_groups(place: Placement, backend: str) -> Groups:
+    """What makes torch's default group anew for every generation, from the one of now on."""
+    groups = Groups(connect(place, None), CONNECTIONS, backend, GROUP_TIMEOUT)
+    refuse_aborted(groups.broken.is_set)
+    return groups
 
 
 class Groups:

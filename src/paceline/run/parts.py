@@ -31,7 +31,7 @@ from paceline.run.fit import Fit
 from paceline.run.loader import MapLoader, StreamLoader
 from paceline.run.metrics import Metrics
 from paceline.run.objects import StateObjects
-from paceline.run.recovery import Exchanges, NoRecovery, Recovery
+from paceline.run.recovery import Exchanges, Recovery
 from paceline.run.state import RunState, Saving
 from paceline.run.stop import LoaderSignals, StopRequest, Vote
 from paceline.run.updates import Precision, Rating
@@ -254,7 +254,7 @@ class RunParts:
     """Whether a generation may find that there can be more shards."""
     between_steps: list[Callable[[], None]] = field(default_factory=list)
     """What all workers do before each step; they may wait for each other, and may stop the run."""
-    recovery: Recovery = field(default_factory=NoRecovery)
+    recovery: Recovery = field(default_factory=Recovery)
     cut: Cut = field(init=False)
 
     def __post_init__(self) -> None:

@@ -23,16 +23,18 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from paceline.errors import AuditError, CheckpointError, PacelineError, PeerError
 from paceline.group import Membership, exchange
 from paceline.run.healing import Healing
-from paceline.run.member import Groups, Member
+from paceline.run.member import Member, follow_groups
 from paceline.run.metrics import ExactSums, add_sums
 from paceline.telemetry import Message, name_steps
 
 if TYPE_CHECKING:
     from paceline.data import Portion
+    from paceline.env import Placement
     from paceline.group import Link
     from paceline.run.parts import RunParts
 
@@ -43,7 +45,7 @@ AGAIN: Any = object()
 
 
 class Recovery:
-    """What a run asks of whoever looks after lost workers."""
+    """What a run asks of whoever looks after lost workers; here they are an error."""
 
     is_on = False
     """Whether the run outlives a worker."""
@@ -62,11 +64,15 @@ class Recovery:
 
         If one of them is gone the rest regroup; then it is tried again, or `instead` taken.
         """
-        raise NotImplementedError
+        return task()
 
-    def holds(self, task: Callable[[], object]) -> bool:
-        """Do a part of a step that waits for other workers; False if the step is lost in it."""
-        raise NotImplementedError
+    def holds(self, task: Callable[[], object], *, completes: bool = False) -> bool:
+        """Do a part of a step that waits for other workers; False if the step is lost in it.
+
+        Where it `completes` the step's sum, this worker writes its ledger before.
+        """
+        task()
+        return True
 
     def explains(self, _error: BaseException) -> bool:
         """Whether an error only says that another worker is gone."""
@@ -115,23 +121,14 @@ class Recovery:
         """Begin again at the newest checkpoint; all workers do so, between two steps."""
 
 
-class NoRecovery(Recovery):
-    """A lost worker is an error."""
-
-    def attempt(self, task: Callable[[], T], instead: T = AGAIN) -> T:
-        return task()
-
-    def holds(self, task: Callable[[], object]) -> bool:
-        task()
-        return True
-
-
 class Survival(Recovery):
     """Those who are left regroup, heal each other and try again."""
 
     is_on = True
 
-    def __init__(self, link: Link, groups: Groups, parts: RunParts) -> None:
+    def __init__(self, link: Link, place: Placement, parts: RunParts) -> None:
+        """`place` is this worker's, as the launcher has told it."""
+        groups = follow_groups(place, link.backend or dist.get_backend())
         self._parts, self._has_led = parts, parts.place.membership.leads
         self._is_over = False
         self._survives_errors = link.survives_errors
@@ -148,7 +145,9 @@ class Survival(Recovery):
                 if instead is not AGAIN:
                     return instead
 
-    def holds(self, task: Callable[[], object]) -> bool:
+    def holds(self, task: Callable[[], object], *, completes: bool = False) -> bool:
+        if completes:
+            self.write_ledger()
         try:
             task()
         except PeerError:
@@ -290,7 +289,7 @@ class Exchanges:
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
-        self.recovery: Recovery = NoRecovery()
+        self.recovery = Recovery()
         self.results: list[list[Any]] = []
         """What all workers have said since the last step, the same on each of them."""
         self.asked = 0

@@ -101,7 +101,7 @@ class Step:
         self._computed: Shard | None = None
         self._losses: list[Loss] = []
         self._has_items: bool | None = None
-        self._is_weighted = self._has_idle_worker = False
+        self._is_weighted = False
         self._items, self._scale, self._talks = 0.0, 1.0, 0
 
     def __enter__(self) -> Step:
@@ -121,7 +121,9 @@ class Step:
         """Clear the gradients, and remember what has to be put back if this fails."""
         training, number = self._training, self.number
         if number in self._outlets.watching.steps_to_record:
-            self._begin_recording()
+            indices = [index for shard in self._shards for index in shard.indices]
+            recording = self._outlets.watching.recording(number, training.engine, indices)
+            self._recording = self._around.enter_context(recording)
         training.update.begin(number)
         self.lr = read_rate(self._config.optimizer)
         training.engine.begin_step(number)
@@ -134,14 +136,8 @@ class Step:
         self._scale = self._progress.size / self.samples
         if training.precision.is_short or self._config.options.same_bits:
             self._scale, self._is_weighted = 1 / self.samples, True
-        self._has_idle_worker = self._busy < self._progress.size
         if training.noise is not None and training.noise.begin(number):
             self._scale, self._is_weighted = 1.0, True
-
-    def _begin_recording(self) -> None:
-        indices = [index for shard in self._shards for index in shard.indices]
-        recording = self._outlets.watching.recording(self.number, self._training.engine, indices)
-        self._recording = self._around.enter_context(recording)
 
     def _drop_recording(self, cause: BaseException) -> None:
         """End it without putting the picture together, for which all workers would have to meet."""
@@ -244,7 +240,8 @@ class Step:
         votes = self._progress.size > 1 and self.number >= self._vote.cadence.next_step
         has_buffers = self._training.buffers is not None
         meets = votes or self._sums_at_end or has_buffers or self._cut.is_open
-        holds = not meets or self._recovery.holds(partial(self._meet, votes))
+        meet = partial(self._meet, votes)
+        holds = not meets or self._recovery.holds(meet, completes=self._sums_at_end)
         self.state = Outcome.SUMMED if holds else Outcome.LOST
         is_repeated = self._audit.is_disputed or self._cut.is_repeated or self._fit.is_short
         return holds and not is_repeated
@@ -252,7 +249,6 @@ class Step:
     def _meet(self, votes: bool) -> None:
         training = self._training
         if self._sums_at_end:
-            self._recovery.write_ledger()
             self._clock_s = time.perf_counter()
             self._fit.take_part(training.engine)
             self._lap(Phase.BACKWARD)
@@ -359,23 +355,21 @@ class Step:
         factor = count * self._scale if is_mean else self._scale
         if shard.is_second:
             training.engine.weigh_again(shard.number, count * self._scale)  # type: ignore[attr-defined]
-        elif self._is_weighted or self._has_idle_worker:
+        elif self._is_weighted or self._busy < self._progress.size:  # with a worker that is idle
             # See Note [Weights] in losses.
             weight = self._progress.size if self._shards[0].number == 0 else 0.0
             if self._is_weighted:
                 weight = (self._items + count) * self._scale
             training.engine.weigh(weight, shard.number, count * self._scale)
         (self._metrics.add if is_mean else self._metrics.add_sum)(self._loss_name, value, count)
-        if shard is self._last:
-            if not self._sums_at_end:
-                self._recovery.write_ledger()
-            if training.buffers is not None:
-                training.engine.has_news = training.buffers.has_news(shard.number)
+        if shard is self._last and training.buffers is not None:
+            training.engine.has_news = training.buffers.has_news(shard.number)
         with training.precision.backward:
             try:
+                backward = partial(training.update.backward, loss, factor)
                 if shard is not self._last:  # nobody is waited for
-                    training.update.backward(loss, factor)
-                elif not self._recovery.holds(partial(training.update.backward, loss, factor)):
+                    backward()
+                elif not self._recovery.holds(backward, completes=not self._sums_at_end):
                     self.state = Outcome.LOST
                     return
             except RuntimeError as error:
@@ -466,15 +460,21 @@ class Step:
         return self._recovery.holds(self._apply)
 
     def _apply(self) -> None:
-        training, norm = self._training, self._training.update.commit(self._losses)
-        self.state, progress = Outcome.APPLIED, self._progress
-        done = 0 if self.ends_epoch else progress.position.step_of_epoch + 1
-        progress.position = Position(self.number, self.epoch + self.ends_epoch, done)
-        progress.scores = {}
+        norm = self._training.update.commit(self._losses)
         if norm is not None:
             self._metrics.add_common(self._norm_name, norm)
-        training.generators.seed(self._config.seed, "between", self.number)
+        self._move_on()
         self._lap(Phase.OPTIMIZER)
+
+    def _move_on(self) -> None:
+        """The model is that of another position now."""
+        self.state, self._progress.scores = Outcome.APPLIED, {}
+        self._progress.position = self._next_position()
+        self._training.generators.seed(self._config.seed, "between", *self._key)
+
+    def _next_position(self) -> Position:
+        done = 0 if self.ends_epoch else self._progress.position.step_of_epoch + 1
+        return Position(self.number, self.epoch + self.ends_epoch, done)
 
     def _undo(self) -> None:
         training = self._training

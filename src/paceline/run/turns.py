@@ -119,15 +119,8 @@ class StepOfTurns(Step):
                 advice='This run has several models: write `with step.turn("name"):` in the block.',
             )
         else:
-            self._apply()
+            self._move_on()
         return True
-
-    def _apply(self) -> None:
-        self.state, progress = Outcome.APPLIED, self._progress
-        done = 0 if self.ends_epoch else progress.position.step_of_epoch + 1
-        progress.position = Position(self.number, self.epoch + self.ends_epoch, done)
-        progress.scores = {}
-        self._training.generators.seed(self._config.seed, "between", self.number)
 
     def _undo(self) -> None:
         """Turns undo themselves."""
@@ -202,16 +195,8 @@ class Turn(Step):
         is_here = position.step == self.number - 1
         return position.step >= self.number or (is_here and position.turn >= self.index)
 
-    def _apply(self) -> None:
-        training = self._training
-        norm = training.update.commit(self._losses)
-        self.state, progress = Outcome.APPLIED, self._progress
-        progress.position = replace(progress.position, turn=self.index)
-        progress.scores = {}
-        if norm is not None:
-            self._metrics.add_common(self._norm_name, norm)
-        training.generators.seed(self._config.seed, "between", *self._key)
-        self._lap(Phase.OPTIMIZER)
+    def _next_position(self) -> Position:
+        return replace(self._progress.position, turn=self.index)
 
     def __exit__(
         self,
