@@ -125,22 +125,45 @@ def test_a_gradient_whose_storage_was_rebound_is_averaged(
             torch.testing.assert_close(got, plain(size, change, clear))
 
 
-def test_a_hook_that_rebinds_gradients_under_way_gets_the_average() -> None:
+def scale_in_place(param: Tensor) -> None:
+    param.grad.mul_(param.grad.abs())  # type: ignore[union-attr]
+
+
+def scale_storage(param: Tensor) -> None:
+    param.grad.data = param.grad.data * param.grad.abs()  # type: ignore[union-attr]
+
+
+def scale_anew(param: Tensor) -> None:
+    param.grad = param.grad * param.grad.abs()  # type: ignore[operator,union-attr]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("is_bypassed", [False, True])
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("scale", [scale_in_place, scale_storage, scale_anew])
+def test_what_a_hook_makes_of_a_gradient_is_averaged(
+    scale: Callable[[Tensor], None], steps_before: int, is_bypassed: bool, transport: str
+) -> None:
     def body(world: World) -> list[Tensor]:
-        model = wrap(world, square())
-        for param in model.parameters():
-
-            def scale(param: Tensor) -> None:
-                param.grad.data = param.grad.data * 0.5  # type: ignore[union-attr]
-
-            param.register_post_accumulate_grad_hook(scale)
-        for _ in range(3):
+        model = wrap(world, square(), transport)
+        for step in range(5):
+            if step == steps_before:
+                for param in model.parameters():
+                    param.register_post_accumulate_grad_hook(scale)
             model.zero_grad()
-            model(rows(world)).square().mean().backward()
+            forward = model.module if is_bypassed else model
+            forward(rows(world)).square().mean().backward()
         return copies(param.grad for param in model.parameters())
 
-    first, second = run_ranks(2, body)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    expected = [torch.zeros_like(param) for param in square().parameters()]
+    for rank in range(2):
+        net = square()
+        net(torch.full((2, 3), float(rank + 1))).square().mean().backward()
+        for mean, param in zip(expected, net.parameters(), strict=True):
+            scale(param)
+            mean += param.grad / 2  # type: ignore[operator]
+    for got in run_ranks(2, body):
+        torch.testing.assert_close(got, expected)
 
 
 class Opaque:

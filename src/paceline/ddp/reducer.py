@@ -215,11 +215,11 @@ class Reducer(BackwardFollower, TorchReducer):
         reducer = self
 
         def on_grad_ready(param: Tensor) -> None:
-            current = reducer.current
-            if current is None:
-                current = reducer.open(param)
+            current = reducer.current or reducer.open(param)
             current.arrived.append(param)
-            if not current.skips:
+            # A hook that was registered after ours has yet to change this gradient.
+            *_, last = (accumulated_grad_hooks(param) or {}).values()
+            if not current.skips and getattr(last, "reducer", None) is reducer:
                 reducer._on_gradients(current)
 
         on_grad_ready.reducer = self  # type: ignore[attr-defined]
