@@ -323,6 +323,13 @@ def complex_parameters() -> nn.Module:
     return Rotation()
 
 
+@case("a parameter that is a conjugate view", traits=["complex", "mixed"])
+def conjugate_view() -> nn.Module:
+    model: Any = complex_parameters()
+    model.turn = nn.Parameter(model.turn.detach().conj())
+    return model
+
+
 @case("dtypes mixed", traits=["mixed", "rough"])
 def dtypes_mixed() -> nn.Module:
     class Mixed(nn.Module):

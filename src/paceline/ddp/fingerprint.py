@@ -127,7 +127,7 @@ def _flat(param: Tensor, start: int, stop: int) -> Tensor:
     if not param.is_contiguous():
         order = sorted(range(param.dim()), key=param.stride, reverse=True)
         param = param.permute(order).contiguous()
-    flat = param.reshape(-1)
+    flat = param.reshape(-1).resolve_conj()
     return flat if stop - start == flat.numel() else flat[start:stop]
 
 

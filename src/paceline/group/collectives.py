@@ -161,7 +161,9 @@ def _start(group: Group, what: str, tensor: Tensor, collective: Callable[[], Any
 
 
 def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    if not tensor.is_complex():
+        return tensor
+    return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 
 def tell_of_waiting(around: Callable[[Group, bool], AbstractContextManager[None]]) -> None:
