@@ -50,6 +50,22 @@ def test_a_rank_that_left_because_it_missed_another_does_not_hide_that_one(
     assert f"Rank 1 {words[1]}; no word yet from rank 2: ended, stopped or still at work." in said
 
 
+@pytest.mark.parametrize("error", ["ValueError", "DesyncError"])
+def test_a_sum_that_a_rank_has_left_is_not_a_mismatch(error: str) -> None:
+    def body(world: World) -> str:
+        if world.rank == 1:
+            comm.post_last_words(world.group, f"raised {error}: 8 rows", "raised")
+        world.barrier()
+        try:
+            comm.refuse_lost(world.group, "Step 3: a sum")
+        except PeerError as lost:
+            return str(lost)
+        return "the ranks differ"
+
+    said = run_ranks(2, body)[0]
+    assert (f"Rank 1 raised {error}" in said) is (error == "ValueError")
+
+
 def test_where_nobody_has_left_the_silent_are_not_called_gone() -> None:
     said = run_ranks(3, explain, {})[0]
     assert "No word yet from ranks 1 and 2: ended, stopped or still at work." in said

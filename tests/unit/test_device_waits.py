@@ -88,3 +88,34 @@ def test_what_is_noted_while_an_earlier_sum_is_watched_is_watched_too() -> None:
     with pytest.raises(PeerError) as found:
         waits.check()
     assert "Step 9" in str(found.value)
+
+
+def test_a_sum_that_arrives_over_a_lost_connection_is_refused() -> None:
+    device, lost = Device(), threading.Event()
+    device.passed.set()  # the device goes on, with anything in memory
+    waits = DeviceWaits(
+        lambda _: False, explain, lambda: device, device.abort, 0.01, has_failed=lost.is_set
+    )
+    waits.note(None, "Step 3: the sum of bucket 0")
+    assert device.looked.acquire(timeout=60)
+    lost.set()
+    waits.note(None, "Step 4: the sum of bucket 0")
+    assert device.aborted.wait(60)
+    with pytest.raises(PeerError, match="Step 4"):
+        waits.check()
+
+
+def test_the_end_of_a_process_waits_for_word_of_a_lost_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = Device()
+    device.passed.set()
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    waits = DeviceWaits(
+        lambda _: False, explain, lambda: device, device.abort, has_failed=lambda: True
+    )
+    waits.settle()  # nothing was summed
+    waits.note(None, "Step 9: the sum of bucket 0")
+    with pytest.raises(PeerError, match="Step 9"):
+        waits.settle()
+    assert device.aborted.is_set()

@@ -24,7 +24,7 @@ from paceline.ddp.fingerprint import (
     is_different,
 )
 from paceline.errors import DesyncError, FitError
-from paceline.group import HostCopy, Membership, runs_ahead
+from paceline.group import HostCopy, Membership, refuse_lost, runs_ahead
 from paceline.transport import mean_factor
 
 
@@ -205,6 +205,9 @@ class Agreement:
         late: int = 0,
     ) -> None:
         """Raise if the words, which are those of `late` steps ago, do not fit together."""
+        does_not_fit = aborts or labels != self._label(step) * self._size or (weighed and plain)
+        if does_not_fit and runs_ahead(device):
+            refuse_lost(self._membership.group, f"Step {step}: the sum of the trailer")
         if aborts:
             raise DesyncError(
                 f"Step {step}: {aborts:.0f} of {self._size} ranks broke off their backward.",

@@ -14,6 +14,7 @@ from paceline.group.collectives import have_left as have_left
 from paceline.group.collectives import is_aborted as is_aborted
 from paceline.group.collectives import post_last_words as post_last_words
 from paceline.group.collectives import refuse_aborted as refuse_aborted
+from paceline.group.collectives import refuse_lost as refuse_lost
 from paceline.group.collectives import settle_device as settle_device
 from paceline.group.collectives import start_all_reduce as start_all_reduce
 from paceline.group.collectives import start_broadcast as start_broadcast

@@ -102,6 +102,7 @@ _under_way: set[Pending] = set()
 _LOOK_S = 50e-6
 _GLANCE = timedelta(seconds=0.25)
 _END_S = 0.5
+_LOST_S = 1.0
 
 
 def refuse_aborted(is_aborted: Callable[[], bool]) -> None:
@@ -259,6 +260,25 @@ def gloo_subgroup(group: Group, ranks: Sequence[int], name: str) -> Any:
 def have_left(group: Group, ranks: Sequence[int]) -> bool:
     """Whether any of the ranks has left word that it will not answer any more."""
     return any(words["kind"] != "waiting" for words in _read_last_words(group, ranks).values())
+
+
+def refuse_lost(group: Group, what: str) -> None:
+    """Raise if a rank is gone: what the device of this one then holds is not a sum.
+
+    To be called before something that cannot be is blamed on what the ranks have sent.
+    """
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+    deadline_s = time.monotonic() + _LOST_S
+    while time.monotonic() < deadline_s:
+        words = _read_last_words(group, others).values()
+        # Another rank that finds the same mismatch leaves because of it.
+        has_left = any(
+            each["kind"] != "waiting" and not each["text"].startswith("raised DesyncError")
+            for each in words
+        )
+        if has_left or _device_waits.has_failed():
+            raise explain_failure(group, what, RuntimeError("a rank is gone"))
+        time.sleep(0.02)
 
 
 def settle_device() -> None:

@@ -12,6 +12,7 @@ from paceline.torch_private.c10d import find_nccl_backends as find_nccl_backends
 from paceline.torch_private.c10d import gloo_like as gloo_like
 from paceline.torch_private.c10d import group_timeout_s as group_timeout_s
 from paceline.torch_private.c10d import has_cpu_backend as has_cpu_backend
+from paceline.torch_private.c10d import has_failed as has_failed
 from paceline.torch_private.c10d import reset_group_count as reset_group_count
 from paceline.torch_private.c10d import set_group_timeout as set_group_timeout
 from paceline.torch_private.c10d import start_averaging as start_averaging

@@ -80,6 +80,13 @@ def find_nccl_backends() -> list[Any]:
     return found
 
 
+def has_failed(backend: Any) -> bool:
+    """Whether torch has found that a communicator of this backend lost a connection."""
+    with suppress(AttributeError, RuntimeError):  # not every backend knows
+        return bool(backend.get_error().name != "SUCCESS")
+    return False
+
+
 def abort_together(backends: Sequence[Any]) -> None:
     """Abort all collectives of these backends; may be called from another thread.
 
