@@ -228,6 +228,14 @@ def test_all_workers_of_all_islands_end_with_the_same_bits(options: dict[str, An
         assert_equal(first, workers)
 
 
+def test_islands_whose_learning_rates_differ_end_alike() -> None:
+    def island(world: World, at: str) -> list[Tensor]:
+        return train(world, Islands(every=4, at=at), decay=0.9 if at.startswith("0") else 0.7)
+
+    [first], [second] = run_islands(2, 1, island)
+    assert_equal(first, second)
+
+
 def simulate(
     dealt: list[list[list[int]]],
     fragments: int,
@@ -340,7 +348,7 @@ def test_statistics_of_batch_norm_are_averaged_too() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"bits": 8}, {"fragments": 2, "delay": 1, "bits": 16}, {"momentum_rises": True}],
+    [{}, {"bits": 8}, {"fragments": 2, "delay": 1, "bits": 16}, {"momentum": 0.5}],
     ids=str,
 )
 @pytest.mark.parametrize("stop_after", [4, 6])
@@ -432,17 +440,6 @@ def test_parameters_that_are_not_real_numbers_are_refused() -> None:
     with pytest.raises(UsageError) as refused:
         Run(net, optimizer, TensorDataset(X, Y), global_batch=12, epochs=1, options=options)
     assert refused.value.advice
-
-
-def test_a_momentum_that_follows_a_rate_of_each_island_is_refused() -> None:
-    net = nn.Linear(6, 2)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
-    islands = Islands(momentum_rises=True)
-    options = RunOptions(islands=islands, progress="quiet", best_metric="loss", better="lower")
-    how: dict[str, Any] = {"global_batch": 12, "epochs": 1, "scheduler": scheduler}
-    with pytest.raises(UsageError, match="momentum_rises"):
-        Run(net, optimizer, TensorDataset(X, Y), options=options, **how)
 
 
 def test_several_models_on_islands_are_refused() -> None:

@@ -41,8 +41,6 @@ from tests.sentences import says
         {"lr": float("nan")},
         {"momentum": 1},
         {"momentum": -0.1},
-        {"momentum_rises": True, "outer": "sgd"},
-        {"momentum_rises": True, "momentum": 0},
         {"timeout_s": 0},
         {"evry": 3},
     ],
@@ -142,7 +140,7 @@ def test_an_exchange_in_pieces_is_that_of_the_whole(
             outer.finish((0,), [[2.0], [1.0]], sent, 1, has_moved=has_moved)
         [fragment] = outer.fragments
         rest = torch.zeros(()) if fragment.rest is None else fragment.rest
-        found.append([*tensors, fragment.anchor, fragment.momentum, rest])
+        found.append([*tensors, fragment.anchor, fragment.velocity, rest])
     # The bytes lie in another order, and the numbers are the same.
     assert all(map(torch.equal, *found))
 
@@ -163,20 +161,19 @@ def test_the_outer_step_is_that_of_torch(outer: Any) -> None:
     torch.testing.assert_close(ours, theirs.detach())
 
 
-def test_a_rising_momentum_is_that_of_torch_with_what_the_rate_has_fallen_by() -> None:
+def test_the_usual_momentum_is_that_of_torch_with_what_the_rate_has_fallen_by() -> None:
     ours, theirs = torch.zeros(5), torch.zeros(5, requires_grad=True)
-    optimizer = torch.optim.SGD([theirs], lr=1.0, momentum=0.8, nesterov=True)
-    loop = Outer([ours], [], Islands(every=1, momentum_rises=True))
+    optimizer = torch.optim.SGD([theirs], lr=0.9, momentum=0.85, nesterov=True)
+    loop = Outer([ours], [], Islands(every=1))
     draw = torch.Generator().manual_seed(0)
     rates = [0.1, 0.4, 0.4, 0.3, 0.1]
     for step, rate in enumerate(rates, start=1):
         move = torch.randn(5, generator=draw)
         ours += move
-        loop.note_rate(rate)
-        loop.begin(step, (0,))
+        loop.begin(step, (0,), rate, is_last=step == len(rates))
         loop.finish_alone((0,))
         theirs.grad = -move
-        momentum = 0.8 * (1 - rate / max(rates[:step]))
+        momentum = 0.85 * (1 - rate / max(rates[:step])) ** 0.5 if step < len(rates) else 0.0
         optimizer.param_groups[0].update(momentum=momentum, nesterov=momentum > 0)
         if not momentum:  # torch forgets what it has not to add
             optimizer.state[theirs]["momentum_buffer"] = -move
@@ -275,6 +272,7 @@ class Island:
 
     def meet(self, step: int, text: bytes, timeout_s: float = 60, is_last: bool = False) -> Request:
         head = {"ask": "round", "step": step, "weights": [1.0], "timeout_s": timeout_s}
+        head["rate"] = 0.5
         return Request(self.place, {**head, "is_last": is_last}, lambda: text)
 
 
@@ -319,7 +317,13 @@ def test_a_round_goes_on_without_an_island_that_is_gone_and_it_comes_back_at_the
             answer(each)
         waiting = first.meet(5, b"a")
         second.presence.close()
-        alone = {"islands": [0], "weights": [[1.0]], "gives": False, "has_own": False}
+        alone = {
+            "islands": [0],
+            "weights": [[1.0]],
+            "rates": [0.5],
+            "gives": False,
+            "has_own": False,
+        }
         assert answer(waiting) == (alone, b"")
         assert len(said) == 1
         second.presence.renew()

@@ -55,7 +55,8 @@ class Forecast:
             f"{seconds_text(self.apart_s)}: {self.gain:.3g} times as fast. "
         )
         if self.pays:
-            return text + "Islands pay, but change the training: see docs/islands.md."
+            text += "Islands pay, but change the training: use a learning rate that warms up and "
+            return text + "falls, and see docs/islands.md."
         return text + "Islands do not pay here."
 
     def as_json(self) -> dict[str, Any]:
@@ -66,8 +67,9 @@ class Forecast:
     def settings(self) -> str:
         """The options as code, to pass to a run."""
         chosen = self.options
-        text = f"every={chosen.every}, bits={chosen.bits}, lr={chosen.lr:g}"
-        text += f", momentum={chosen.inertia:g}"
+        text = f"every={chosen.every}, bits={chosen.bits}"
+        if not chosen.momentum_rises:
+            text += f", lr={chosen.outer_lr:g}, momentum={chosen.momentum_at(1.0):g}"
         if chosen.fragments > 1 or chosen.delay:
             text += f", fragments={chosen.fragments}, delay={chosen.delay}"
         return f"Islands({text})"

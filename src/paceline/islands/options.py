@@ -15,8 +15,7 @@ from typing import Literal
 
 from paceline.errors import UsageError, check_choice, check_whole, refuse_unknown_arguments
 
-MOMENTUM_BY_OUTER = {"nesterov": 0.5, "sgd": 0.0}
-RISING_MOMENTUM = 0.8
+RISES_TO, RISING_LR = 0.85, 0.9
 BLOCK, SCALE_BYTES = 1024, 4
 """With 8 bits, how many values share a scale, and the scale's bytes."""
 
@@ -33,14 +32,13 @@ class Islands:
     """How many steps an island trains by itself between two rounds."""
     outer: Literal["nesterov", "sgd"] = "nesterov"
     """How the averaged difference since the last round becomes the next common parameters."""
-    lr: float = 1.0
-    """The outer learning rate; 1 without momentum assigns the average."""
+    lr: float | None = None
+    """The outer learning rate. None: 0.9 with a momentum that rises, else 1, which without momentum
+    assigns the average."""
     momentum: float | None = None
-    """The outer momentum m; None: 0.5 for `nesterov`, none for `sgd`. It makes steps 1 / (1 - m)
-    times as long, so it needs a lower learning rate on the islands."""
-    momentum_rises: bool = False
-    """Whether the outer momentum follows the inner learning rate r: m (1 - r / its highest value so
-    far), so none until the rate falls, and nearly m when it is close to 0. None is 0.8 then."""
+    """The outer momentum, constant. None: for `nesterov` it rises as the learning rate r of the
+    islands falls, as 0.85 sqrt(1 - r / highest r so far), and is 0 in the last round; for `sgd` it
+    is 0. A constant m makes steps 1 / (1 - m) times as long, so it needs a lower r."""
     fragments: int = 1
     """In how many parts the parameters are exchanged, one after the other, within `every` steps."""
     delay: int = 0
@@ -58,18 +56,14 @@ class Islands:
         check_whole("every", self.every)
         check_whole("fragments", self.fragments)
         check_whole("delay", self.delay, 0)
-        check_choice("outer", self.outer, tuple(MOMENTUM_BY_OUTER))
+        check_choice("outer", self.outer, ("nesterov", "sgd"))
         check_choice("bits", self.bits, (32, 16, 8))
-        _check_number("lr", self.lr, 0.0, math.inf, "Pass a number above 0; 1 is usual.")
+        if self.lr is not None:
+            _check_number("lr", self.lr, 0.0, math.inf, "Pass a number above 0, or None.")
         _check_number("timeout_s", self.timeout_s, 0.0, math.inf, "Pass a number of seconds.")
         if self.momentum is not None and self.momentum != 0:
             advice = "Pass a number from 0 up and below 1, or None."
             _check_number("momentum", self.momentum, 0.0, 1.0, advice)
-        if self.momentum_rises and not self.inertia:
-            raise UsageError(
-                f"momentum_rises is True, and outer={self.outer!r} has no momentum.",
-                advice="Pass a momentum, such as 0.8, or leave momentum_rises out.",
-            )
         if self.every % self.fragments:
             raise UsageError(
                 f"{self.fragments} fragments do not divide {self.every} steps between two rounds.",
@@ -87,17 +81,22 @@ class Islands:
         return self.every // self.fragments
 
     @property
-    def inertia(self) -> float:
-        """The momentum as a number."""
-        if self.momentum is not None:
-            return float(self.momentum)
-        usual = MOMENTUM_BY_OUTER[self.outer]
-        return RISING_MOMENTUM if usual and self.momentum_rises else usual
+    def momentum_rises(self) -> bool:
+        return self.momentum is None and self.outer == "nesterov"
+
+    @property
+    def outer_lr(self) -> float:
+        usual = RISING_LR if self.momentum_rises else 1.0
+        return usual if self.lr is None else float(self.lr)
+
+    def momentum_at(self, rate: float) -> float:
+        """The outer momentum where the learning rate on the islands is this part of its highest."""
+        return RISES_TO * math.sqrt(1 - rate) if self.momentum_rises else float(self.momentum or 0)
 
     @property
     def assigns_average(self) -> bool:
         """Whether the average becomes the next parameters unchanged."""
-        return self.lr == 1 and self.inertia == 0
+        return self.outer_lr == 1 and not self.momentum_rises and not self.momentum
 
     def starts(self, step: int, last: int) -> tuple[int, ...]:
         """The fragments whose exchange begins after `step`; `last` is the run's last step."""

@@ -50,11 +50,9 @@ class Fragment:
         dtypes = {tensor.dtype for tensor in tensors}
         self.dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.anchor = self.read()
-        self.momentum = None if self._is_plain else torch.zeros_like(self.anchor)
+        self.velocity = None if self._is_plain else torch.zeros_like(self.anchor)
         self.rest = None if self.bits == 32 else torch.zeros_like(self.anchor)
         """The rounding error of packing, for error feedback."""
-        self.inertia = 0.0 if options.momentum_rises else options.inertia
-        """The outer momentum at present."""
         self.local: Tensor | None = None
         """The parameters as they were when the exchange began."""
 
@@ -73,7 +71,13 @@ class Fragment:
             out[place].copy_(pack(self._difference(piece), self.bits))
 
     def finish(
-        self, weights: Sequence[float], sent: Sequence[Tensor], own: int, *, has_moved: bool
+        self,
+        weights: Sequence[float],
+        sent: Sequence[Tensor],
+        own: int,
+        momentum: float,
+        *,
+        has_moved: bool,
     ) -> ExchangeStats:
         """Apply the differences of all islands, in the same order on every worker.
 
@@ -92,11 +96,11 @@ class Fragment:
             distances = [(move - average).square_().sum() for move in moves]
             apart.append(torch.stack(distances).mean())
             lengths.append(average.square().sum())
-            self._step(piece, average)
+            self._step(piece, average, momentum)
         self._write(has_moved=has_moved)
         return _total(apart, lengths)
 
-    def finish_alone(self) -> ExchangeStats:
+    def finish_alone(self, momentum: float) -> ExchangeStats:
         """`finish` for a single island, whose parameters are the average."""
         assert self.local is not None
         zero = self.anchor.new_zeros(())
@@ -105,7 +109,7 @@ class Fragment:
             average = self.local[piece] - self.anchor[piece]
             lengths.append(average.square().sum())
             if not self._is_plain:
-                self._step(piece, average)
+                self._step(piece, average, momentum)
         if self._is_plain:
             self.anchor, self.local = self.local, None
         else:
@@ -127,13 +131,14 @@ class Fragment:
         difference = self.local[piece] - self.anchor[piece]
         return difference if self.rest is None else difference.add_(self.rest[piece])
 
-    def _step(self, piece: slice, step: Tensor) -> None:
+    def _step(self, piece: slice, step: Tensor, momentum: float) -> None:
         """Step the outer optimizer for one piece, of which `step` is the average difference."""
-        options = self._options
-        if self.momentum is not None:
-            momentum = self.momentum[piece].mul_(self.inertia).add_(step)
-            is_nesterov = options.outer == "nesterov"
-            step = (step + momentum * self.inertia if is_nesterov else momentum) * options.lr
+        if self.velocity is not None:
+            velocity = self.velocity[piece].mul_(momentum).add_(step)
+            is_nesterov = self._options.outer == "nesterov"
+            step = (
+                step + velocity * momentum if is_nesterov else velocity
+            ) * self._options.outer_lr
         self.anchor[piece] += step
 
     def _write(self, *, has_moved: bool) -> None:
@@ -164,6 +169,9 @@ class Outer:
         self.step = 0
         """The step after which the last exchange began."""
         self.highest_rate = 0.0
+        """The highest learning rate of this island at the start of an exchange."""
+        self.rate = 1.0
+        """The learning rate where the last exchange began, relative to the highest."""
         self.payload: Tensor | None = None
         """The bytes of the exchange in flight; never written to again."""
 
@@ -172,16 +180,13 @@ class Outer:
         for fragment in self.fragments:
             fragment.anchor = fragment.read()
 
-    def note_rate(self, rate: float) -> None:
-        """A step is taken with this inner learning rate, which the momentum may follow."""
-        self.highest_rate = max(self.highest_rate, rate)
-        if self.highest_rate:
-            for fragment in self.fragments:
-                fragment.inertia = self.options.inertia * (1 - rate / self.highest_rate)
-
-    def begin(self, step: int, numbers: Sequence[int]) -> Tensor:
-        """Begin to exchange fragments; returns the bytes to send."""
-        self.step = step
+    def begin(
+        self, step: int, numbers: Sequence[int], rate: float = 0.0, *, is_last: bool = False
+    ) -> Tensor:
+        """Begin to exchange fragments after a step with this learning rate; the bytes to send."""
+        self.step, self.highest_rate = step, max(self.highest_rate, rate)
+        # After the last round nobody trains on: it counts as one at the highest rate.
+        self.rate = 1.0 if is_last or not self.highest_rate else rate / self.highest_rate
         found = self.select(numbers)
         sizes = [each.packed_bytes for each in found]
         device = found[0].anchor.device
@@ -204,10 +209,15 @@ class Outer:
         sent: Sequence[Tensor],
         own: int,
         *,
+        rate: float = 1.0,
         has_moved: bool = False,
     ) -> ExchangeStats:
-        """Apply an exchange. `weights` by island and fragment; `sent` by island, on any device."""
+        """Apply an exchange. `weights` by island and fragment; `sent` by island, on any device.
+
+        `rate`: the learning rate on the islands, relative to its highest.
+        """
         found, start, shifts = self.select(numbers), 0, []
+        momentum = self.options.momentum_at(rate)
         device = found[0].anchor.device
         here = [each.to(device, non_blocking=True) for each in sent]
         for place, fragment in enumerate(found):
@@ -215,13 +225,14 @@ class Outer:
             # Statistics have the weight of the fragment that they come with.
             own_weights = [each[min(place, len(each) - 1)] for each in weights]
             parts = [each[start:stop] for each in here]
-            shifts.append(fragment.finish(own_weights, parts, own, has_moved=has_moved))
+            shifts.append(fragment.finish(own_weights, parts, own, momentum, has_moved=has_moved))
             start = stop
         self.payload = None
         return _join(shifts)
 
     def finish_alone(self, numbers: Sequence[int]) -> ExchangeStats:
-        shifts = [fragment.finish_alone() for fragment in self.select(numbers)]
+        momentum = self.options.momentum_at(self.rate)
+        shifts = [fragment.finish_alone(momentum) for fragment in self.select(numbers)]
         self.payload = None
         return _join(shifts)
 
@@ -238,13 +249,13 @@ class Outer:
                 fragment.rest = torch.zeros_like(fragment.rest)
 
     def state_dict(self) -> dict[str, Any]:
-        names = ("anchor", "momentum", "rest", "local")
+        names = ("anchor", "velocity", "rest", "local")
         kept = [{name: getattr(each, name) for name in names} for each in self.fragments]
         return {
             "step": self.step,
             "must_join": self.must_join,
             "payload": self.payload,
-            "highest_rate": self.highest_rate,
+            "rates": (self.highest_rate, self.rate),
             "fragments": kept,
         }
 
@@ -258,14 +269,14 @@ class Outer:
             like = fragment.anchor
             for name, value in each.items():
                 copy = None if value is None else value.to(like.device, like.dtype).clone()
-                if copy is None and name in ("momentum", "rest"):
+                if copy is None and name in ("velocity", "rest"):
                     # The checkpoint had other outer options: begin with zeros.
                     copy = None if getattr(fragment, name) is None else torch.zeros_like(like)
-                if name in ("momentum", "rest") and getattr(fragment, name) is None:
+                if name in ("velocity", "rest") and getattr(fragment, name) is None:
                     copy = None
                 setattr(fragment, name, copy)
         self.step, self.must_join = state["step"], state["must_join"]
-        self.highest_rate = state.get("highest_rate", 0.0)
+        self.highest_rate, self.rate = state["rates"]
         self.payload = None if state["payload"] is None else state["payload"].clone()
 
 

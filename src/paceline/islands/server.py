@@ -48,7 +48,8 @@ class Round:
     """What the islands have sent after one step."""
 
     deadline_s: float
-    sent: dict[int, tuple[list[float], Room]] = field(default_factory=dict)
+    sent: dict[int, tuple[list[float], float, Room]] = field(default_factory=dict)
+    """By island: weights, learning rate, packed differences."""
     is_over: bool = False
 
 
@@ -254,7 +255,8 @@ class RoundServer:
             if found is None:
                 found = self._rounds[step] = Round(time.monotonic() + timeout_s)
             if not found.is_over:
-                found.sent[island] = [float(weight) for weight in head["weights"]], body
+                weights = [float(weight) for weight in head["weights"]]
+                found.sent[island] = weights, float(head["rate"]), body
                 self._end_if_complete(found)
             while not found.is_over and not self._is_closed:
                 left_s = found.deadline_s - time.monotonic()
@@ -272,14 +274,15 @@ class RoundServer:
             gives = is_wanted and island == min(self._members & set(islands), default=-1)
             # The caller's own bytes are not sent back, unless an earlier request of its island sent
             # different ones, which are those that count.
-            has_own = found.sent[island][1] is not body
+            has_own = found.sent[island][2] is not body
             answer = {
                 "islands": islands,
                 "weights": [found.sent[each][0] for each in islands],
+                "rates": [found.sent[each][1] for each in islands],
                 "gives": gives,
                 "has_own": has_own,
             }
-            return (answer, *(found.sent[n][1] for n in islands if n != island or has_own))
+            return (answer, *(found.sent[n][2] for n in islands if n != island or has_own))
 
     def _end_if_complete(self, round_: Round) -> None:
         if not round_.is_over and round_.sent and self._members <= round_.sent.keys():

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from hashlib import sha256
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -162,12 +163,6 @@ class OuterUpdate(WholeUpdate):
         **more: Any,
     ) -> None:
         super().__init__(*args, **more)
-        if options.momentum_rises and self._needs_metric:
-            raise UsageError(
-                "momentum_rises follows the learning rate, and a scheduler on a metric gives each "
-                "island a rate of its own.",
-                advice="Use a scheduler that needs no metric, or leave momentum_rises out.",
-            )
         trained = [param for param in module.parameters() if param.requires_grad]
         self._frozen = [
             (n, param) for n, param in module.named_parameters() if not param.requires_grad
@@ -220,16 +215,15 @@ class OuterUpdate(WholeUpdate):
         assert self._run is not None
         assert self._plan is not None
         step, last = self._step, self._plan.steps
-        if self._options.momentum_rises:
-            self.outer.note_rate(float(self._optimizer.param_groups[0]["lr"]))
         if not self._options.is_busy(step, last):
             return super().commit(losses)
+        rate = float(self._optimizer.param_groups[0].get("lr", 0.0))  # the scheduler changes it
         lands = not self._options.delay or step == last
         lands = lands or self._options.start_landing(step, last) is not None
         if lands and self._run.recovery.is_on and self._members.size > 1:
             self._copy = self._copy_state()
         norm = super().commit(losses)
-        self._exchange(step, last)
+        self._exchange(step, last, rate)
         self._copy = None
         return norm
 
@@ -245,7 +239,7 @@ class OuterUpdate(WholeUpdate):
         states = {name: part.state_dict() for name, part in self.parts.items()}
         return deepcopy({"model": self._module.state_dict(), **states})
 
-    def _exchange(self, step: int, last: int) -> None:
+    def _exchange(self, step: int, last: int, rate: float) -> None:
         options, outer = self._options, self.outer
         began = options.start_landing(step, last)
         if began is not None and outer.payload is not None:
@@ -259,7 +253,7 @@ class OuterUpdate(WholeUpdate):
                 "do not average it.",
                 advice="Begin a run with what is trained; load_weights() takes the weights over.",
             )
-        outer.begin(step, numbers)
+        outer.begin(step, numbers, rate, is_last=step == last)
         if self._place.count == 1:
             self._tell(outer.finish_alone(numbers), 0, 0.0)
         elif options.delay and step != last:
@@ -280,6 +274,7 @@ class OuterUpdate(WholeUpdate):
             "step": step,
             "is_last": step == last,
             "weights": [self._plan.count_samples(first + 1, step) for first in before],
+            "rate": self.outer.rate,
             "timeout_s": self._options.timeout_s,
         }
         payload = self.outer.payload
@@ -315,7 +310,8 @@ class OuterUpdate(WholeUpdate):
         parts = [*sent.split(size)] if len(sent) else []
         if not head["has_own"]:
             parts.insert(own, outer.payload)
-        shift = outer.finish(numbers, head["weights"], parts, own, has_moved=has_moved)
+        rate = fmean(head["rates"])  # equal on all islands, even if their schedulers differ
+        shift = outer.finish(numbers, head["weights"], parts, own, rate=rate, has_moved=has_moved)
         self._gives = head["gives"]
         self._tell(shift, size, seconds)
         self._tell_who(set(range(self._place.count)) - set(head["islands"]), step)
