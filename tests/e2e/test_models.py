@@ -61,3 +61,14 @@ def test_metrics_of_applied_turns_outlive_workers(tmp_path: Path) -> None:
     expected = [pytest.approx(each, rel=1e-9) for each in metrics_of(tmp_path / "alone")]
     assert metrics_of(tmp_path / "run") == expected
     assert {"critic_loss", "generator_loss", "gap"} <= metrics_of(tmp_path / "run")[0].keys()
+
+
+def test_metrics_outlive_a_worker_that_dies_in_the_first_steps_of_a_start(tmp_path: Path) -> None:
+    train_alone(SCRIPT, "--folder", tmp_path / "alone")
+    command = SCRIPT, "--folder", tmp_path / "run", "--break-after", 13
+    assert run_training(*command, workers=3).exit_code == 0
+    faults = TrainingFaults().kill(rank=1, step=1, where="at the vote")
+    done = run_training(*command, workers=3, faults=faults)
+    assert done.strikes and done.strikes[0].step <= 16, done.output
+    expected = [pytest.approx(each, rel=1e-9) for each in metrics_of(tmp_path / "alone")]
+    assert metrics_of(tmp_path / "run") == expected

@@ -226,8 +226,7 @@ def build_run(config: RunConfig) -> RunParts:
     info = config.describe(folder, plan, module, facts)
     sinks = _make_sinks(config, folder, info, place, link)
     metrics = Metrics(sinks.report_step, members)
-    if members.leads:
-        metrics.epoch = sums
+    metrics.begin_at(position.epoch, sums if members.leads else {}, position.step)
     outlets = Outlets(sinks, metrics, saving, watching, info, lines)
     stop = StopRequest(sinks.say)
     stop.hears_of_failures = world.size == 1 or launched.hears_of_failures
