@@ -1,4 +1,4 @@
-"""What a script counts in objects in `state=`, inside the block and behind it, through deaths."""
+"""What a script counts in objects in `state=`, in, before and behind the block, through deaths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.faults import wait_for_replacements
 
 class Counts:
     def __init__(self):
-        self.before, self.inside, self.behind = torch.zeros(2), [], 0
+        self.ahead, self.before, self.inside, self.behind = 0, torch.zeros(2), [], 0
 
     def state_dict(self):
         return dict(vars(self))
@@ -38,6 +38,7 @@ def lose(step):
         raise paceline.errors.PeerError("as in a collective of the script")
 
 for step in run:
+    counts.ahead += 1
     with step:
         counts.before += 1  # in place
         if step.number == 20:
@@ -50,11 +51,11 @@ for step in run:
     wait_for_replacements(run)
 assert counts.before.tolist() == [32.0, 32.0], counts.before
 assert counts.inside == list(range(1, 33)), counts.inside
-assert counts.behind == 32
+assert counts.ahead == counts.behind == 32
 """
 
 
-def test_what_a_block_counts_in_state_counts_once_through_deaths(tmp_path: Path) -> None:
+def test_what_a_loop_counts_in_state_counts_once_through_deaths(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     reference = train_alone(tmp_path / "script.py")
     faults = (

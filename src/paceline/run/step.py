@@ -67,7 +67,9 @@ class Step:
         self._audit, self._fit, self._cut = parts.training.audit, parts.training.fit, parts.cut
         self._recording: StepRecording | None = None
         self._objects, self._has_told = parts.training.objects, False
-        self.before: Any = None
+        kept = None if self._objects is None else self._objects.keep()
+        # Not at the block's begin: the loop's lines before it run again with a step that is lost.
+        self.before = parts.training.generators.state(), kept
         self._begin_s = self._clock_s = 0.0
         self._key: tuple[int, ...] = (self.number,)
         self._loss_name, self._norm_name = "loss", "grad_norm"
@@ -112,8 +114,6 @@ class Step:
             )
         self._begin_s = time.perf_counter()
         self._begin()
-        kept = None if self._objects is None else self._objects.keep()
-        self.before = self._training.generators.state(), kept
         self._talks = self._progress.count_talks()
         return self
 
