@@ -35,7 +35,6 @@ _SECRET = re.compile(
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command line of `paceline doctor`."""
     parser.description = (
         "Check that workers can train a step here, and print versions, devices, backends and "
         "environment variables, to paste into an issue."

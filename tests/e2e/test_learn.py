@@ -26,7 +26,7 @@ from paceline.errors import UsageError
 from paceline.show.learn import command, page, values
 from paceline.show.learn.catalogue import QUESTIONS
 from paceline.show.learn.lab import Lab
-from paceline.show.learn.lessons import FACTS, LESSONS, PROBLEMS
+from paceline.show.learn.lessons import LESSONS, PROBLEMS
 from paceline.show.learn.question import Answered
 from paceline.show.learn.runs import LearnOptions
 from paceline.show.learn.saved import Memory
@@ -35,6 +35,8 @@ from paceline.show.trace.command import Printer
 
 pytestmark = pytest.mark.usefixtures("_half_of_torch")
 
+# What the lessons cover, as docs/learn.md lists it.
+FACTS = [*map(str, range(1, 17)), "pipeline", "multi-gpu", "epochs", "prediction", "islands"]
 NUMBER = re.compile(r"-?\d+\.\d+(?:e-?\d+)?|-?\d\.?\d*e-?\d+")
 SLOW = {
     *("batch-shape", "first-part-shape", "kept-is-the-same", "epochs-that-help", "final-accuracy"),

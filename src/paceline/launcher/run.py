@@ -64,7 +64,6 @@ from paceline.launcher.workers import RESIZING
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command line of `paceline run`."""
     parser.description = (
         "Run a training script on several workers. Takes torchrun's flags and sets torchrun's "
         "variables, so a script runs unchanged under either. What follows the script goes to "

@@ -17,7 +17,6 @@ SHOWN = ("seed", "global_batch", "shards", "workers", "dataset_size", "device", 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command line."""
     parser.description = (
         "Compare the hashes that two runs with RunOptions(same_bits=True) have written: the first "
         "step and the first tensor that differ, and what else differs between the runs. Exits "

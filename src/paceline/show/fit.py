@@ -24,7 +24,6 @@ NEARLY = 0.97
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command line."""
     parser.description = (
         "Train a few steps with whole shards, and with pieces of half the size, a quarter and so "
         "on; then print how much memory each takes and how fast it is, and which one to pass as "

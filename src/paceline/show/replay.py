@@ -24,7 +24,6 @@ from paceline.show import compare
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command line."""
     parser.description = (
         "Compute a step of a run with RunOptions(same_bits=True) again, on one worker: start the "
         "script from the newest checkpoint before it, end after it, and compare the hashes. "

@@ -142,7 +142,6 @@ def is_same(words: str, difference: float) -> tuple[str, bool]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command line of `paceline demo`."""
     parser.description = (
         "Train a small model on generated rows with several workers on the CPU. Compare the "
         "result with plain torch in one process, with one worker, and with a resume on another "

@@ -35,13 +35,11 @@ def rows_by_device(lab: Lab) -> Found:
 
 
 def batch_shape(lab: Lab) -> Found:
-    shape = stage_of(lab.pipeline, "batch").parts[0].tensors[0].shape
-    return Found(shape)
+    return Found(stage_of(lab.pipeline, "batch").parts[0].tensors[0].shape)
 
 
 def first_part_shape(lab: Lab) -> Found:
-    shape = stage_of(lab.pipeline, "split").parts[0].tensors[0].shape
-    return Found(shape)
+    return Found(stage_of(lab.pipeline, "split").parts[0].tensors[0].shape)
 
 
 def home_of_data_parallel(lab: Lab) -> Found:
@@ -101,8 +99,7 @@ def at_the_same_time(lab: Lab) -> Found:
 
 
 def output_shape(lab: Lab) -> Found:
-    shape = stage_of(lab.dp, "gather").parts[0].tensors[0].shape
-    return Found(shape)
+    return Found(stage_of(lab.dp, "gather").parts[0].tensors[0].shape)
 
 
 def output_device(lab: Lab) -> Found:
@@ -207,8 +204,7 @@ def faster_in_python(lab: Lab) -> Found:
 
 
 def ranks(lab: Lab) -> Found:
-    told = [each["rank"] for each in lab.meeting]
-    return Found(told)
+    return Found([each["rank"] for each in lab.meeting])
 
 
 def weight_of_the_last(lab: Lab) -> Found:
@@ -228,8 +224,7 @@ def files_written(lab: Lab) -> Found:
 
 
 def places_of_gradients(lab: Lab) -> Found:
-    places = [len(stage_of(lab.dp, "sum").parts), len(stage_of(lab.ddp, "all-reduce").parts)]
-    return Found(places)
+    return Found([len(stage_of(lab.dp, "sum").parts), len(stage_of(lab.ddp, "all-reduce").parts)])
 
 
 def bytes_through_one_device(lab: Lab) -> Found:

@@ -40,7 +40,6 @@ OTHERS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command line of `paceline learn`."""
     names = ", ".join(lesson.name for lesson in LESSONS)
     parser.description = (
         "Learn data parallelism by predicting what the engine does, running it, and breaking it. "

@@ -71,8 +71,6 @@ _TEXTS = tomllib.loads(
 )
 LESSONS: list[Lesson] = read_value(list[Lesson], _TEXTS["lessons"], "lessons")
 PROBLEMS: list[Problem] = read_value(list[Problem], _TEXTS["problems"], "problems")
-FACTS = [*map(str, range(1, 17)), "pipeline", "multi-gpu", "epochs", "prediction", "islands"]
-"""What the lessons cover; docs/learn.md lists them."""
 
 
 def find_lesson(name: str) -> Lesson:

@@ -142,7 +142,6 @@ def is_replaceable(path: Path, what: str) -> bool:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags."""
     add = parser.add_argument
     add("run", metavar="RUN", help="the run folder, with run.json and events/ in it")
     add("-o", "--output", metavar="FILE", help="where to write it (default: RUN/report.html)")

@@ -238,7 +238,6 @@ def _wrapped(text: str) -> Sequence[str]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command line of `paceline scale`."""
     parser.description = (
         "Run the same training script on several numbers of workers, and show how much faster it "
         "is, where the rest of the speed-up is lost, and what to try. In the script's arguments "

@@ -9,7 +9,6 @@ from paceline.show.scaling.attribution import speedup
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command line of `paceline speedup`."""
     parser.description = (
         "Compare the time of a job on one worker with its time on several: how many times as fast, "
         "and what share of the ideal that is. `paceline scale` finds where the rest is lost."

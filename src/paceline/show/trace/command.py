@@ -27,7 +27,6 @@ ENGINES = {"dp": "DataParallel", "ddp": "DistributedDataParallel"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command line of `paceline trace`."""
     parser.description = (
         "Follow one real batch through a training step, stage by stage, and compare the step with "
         "one process on the whole batch."

@@ -40,7 +40,6 @@ POLL_S = 0.1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags."""
     add = parser.add_argument
     help = (
         "run folders, or a folder of runs, also of those that begin later (the newest one under "
