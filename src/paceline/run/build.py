@@ -382,7 +382,7 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 def _make_engine(
     model: nn.Module, config: RunConfig, place: Place, shards: int, audit: Audit
-) -> Engine:
+) -> Any:
     """What keeps the model equal; one that is wrapped keeps its wrapper and options."""
     members, models = place.membership, config.models
     if models is not None and model is config.model:

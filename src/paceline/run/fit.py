@@ -191,9 +191,8 @@ class Fit:
         self.release(error)
         training.update.abandon()
         told: list[bool] = []
-        engine: Any = training.engine
         since_s, end_s = time.monotonic(), env.read_observation().stall_end_s
-        self.is_short = recovery.holds(lambda: told.append(engine.run_short()))
+        self.is_short = recovery.holds(lambda: told.append(training.engine.run_short()))
         if not self.is_short and 0 < end_s <= time.monotonic() - since_s:
             raise FitError(
                 f"This worker ran out of memory, and waited {end_s:.3g} s to tell the others: "

@@ -2,15 +2,15 @@
 
     Run({"generator": (g, g_optimizer), "critic": (d, d_optimizer)}, dataset, ...)
 
-Each has an engine and an update of its own. `TurnEngine` and `TurnUpdate` stand for those of the
-model whose turn it is, so that a turn is computed, summed and committed as the step of a run with
-one model is. All models together are one module: buffers, checkpoints and healing know no turns.
+Each has an engine and an update of its own, with which a turn is computed, summed and committed as
+the step of a run with one model is. Between turns `TurnEngine` and `TurnUpdate` stand for all of
+them, and all models together are one module: buffers, checkpoints and healing know no turns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ from torch.nn import Parameter
 
 from paceline.ddp import DistributedDataParallel, Engine, Wrapper
 from paceline.errors import UsageError, did_you_mean
-from paceline.update import Loss, WeightAverage, WholeUpdate, load_state
+from paceline.update import WeightAverage, WholeUpdate, load_state
 
 if TYPE_CHECKING:
     from paceline.group import Membership
@@ -192,7 +192,7 @@ class Models:
 
 
 class TurnEngine:
-    """The engine of the model whose turn it is; between turns none."""
+    """The engines of all models, and whose turn it is; between turns nobody's."""
 
     def __init__(self, models: Models, engines: dict[str, Engine], members: Membership) -> None:
         self.module: nn.Module = models.modules
@@ -241,33 +241,6 @@ class TurnEngine:
         for place, engine in enumerate(self.engines.values()):
             engine.identity = number + place
 
-    @property
-    def has_news(self) -> bool:
-        return self.engines[self.name].has_news
-
-    @has_news.setter
-    def has_news(self, value: bool) -> None:
-        self.engines[self.name].has_news = value
-
-    def begin_step(self, number: int) -> None:
-        self.engines[self.name].begin_step(number)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.engines[self.name].no_sync()
-
-    def weigh(self, weight: float, shard: int, of_shard: float) -> None:
-        self.engines[self.name].weigh(weight, shard, of_shard)
-
-    def take_part(self) -> None:
-        self.engines[self.name].take_part()
-
-    def run_short(self) -> bool:
-        engine: Any = self.engines[self.name]
-        return bool(engine.run_short())
-
-    def on_generation(self) -> None:
-        """Each engine follows the membership itself."""
-
 
 class ModelInTurn:
     """One of several models, to be called in the loop: in its turn by its engine."""
@@ -292,48 +265,24 @@ def models_to_call(engine: Any) -> dict[str, ModelInTurn]:
 
 
 class TurnUpdate:
-    """The update of the model whose turn it is."""
+    """The updates of all models, and what averages each of them."""
 
     def __init__(self, models: Models, updates: dict[str, WholeUpdate]) -> None:
         self.updates = updates
-        self.name = next(iter(updates))
+        self.averages = {name: models.averages_of(name) for name in updates}
         self.parts: dict[str, Any] = {"optimizer": models.optimizers}
         for kind in ("scheduler", "scaler"):
             found = {n: each.parts[kind] for n, each in updates.items() if kind in each.parts}
             if found:
                 self.parts[kind] = ByName(found)
-        self._averages = {name: models.averages_of(name) for name in updates}
-
-    @property
-    def _now(self) -> WholeUpdate:
-        return self.updates[self.name]
-
-    @property
-    def loss_scale(self) -> float:
-        return self._now.loss_scale
-
-    def begin(self, step: int) -> None:
-        self._step = step
-        self._now.begin(step)
-
-    def backward(self, loss: Tensor, factor: float) -> None:
-        self._now.backward(loss, factor)
-
-    def multiply_grads(self, factor: float) -> None:
-        self._now.multiply_grads(factor)
-
-    def commit(self, losses: Sequence[Loss]) -> Tensor | None:
-        norm = self._now.commit(losses)
-        for average in self._averages[self.name]:
-            average.update(self._step)
-        return norm
 
     def rate(self, metric: float) -> None:
         for update in self.updates.values():
             update.rate(metric)
 
     def abandon(self) -> None:
-        self._now.abandon()
+        for update in self.updates.values():
+            update.abandon()
 
     def finish(self) -> None:
         for update in self.updates.values():

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from paceline.data import Files, Generators, Plan, Portion, Position
-from paceline.ddp import Audit, Engine
+from paceline.ddp import Audit
 from paceline.files import RunInfo
 from paceline.group import Membership, World, exchange, map_tensors, word_device
 from paceline.policy import NoiseMeter
@@ -39,7 +39,7 @@ from paceline.run.user_loader import UserLoader
 from paceline.run.watching import Watching
 from paceline.telemetry import Message, Sinks, count_text
 from paceline.torch_private import count_collectives
-from paceline.update import Update, WeightAverage, total_norm
+from paceline.update import WeightAverage, total_norm
 
 if TYPE_CHECKING:
     from paceline.run.metrics import ExactSums
@@ -67,9 +67,11 @@ class Place:
 class Training:
     """What computes and what is changed by a step."""
 
-    engine: Engine
+    engine: Any
+    """An `Engine`; a `TurnEngine` of several models, whose turns have one each."""
     module: nn.Module
-    update: Update
+    update: Any
+    """An `Update`; or a `TurnUpdate` likewise."""
     shares_out: bool
     precision: Precision
     average: WeightAverage | None

@@ -46,7 +46,7 @@ class RunState:
     def __init__(
         self,
         module: nn.Module,
-        update: Update,
+        update: Update | TurnUpdate,
         rating: Rating,
         fit: Fit,
         others: Mapping[str, Any],

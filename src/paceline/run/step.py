@@ -354,7 +354,7 @@ class Step:
         assert shard is not None
         factor = count * self._scale if is_mean else self._scale
         if shard.is_second:
-            training.engine.weigh_again(shard.number, count * self._scale)  # type: ignore[attr-defined]
+            training.engine.weigh_again(shard.number, count * self._scale)
         elif self._is_weighted or self._busy < self._progress.size:  # with a worker that is idle
             # See Note [Weights] in losses.
             weight = self._progress.size if self._shards[0].number == 0 else 0.0

@@ -54,7 +54,7 @@ class StepOfTurns(Step):
 
     def turn(self, name: str) -> Turn:
         """The next turn of this step: that of the model called `name`."""
-        engine: Any = self._training.engine
+        engine: TurnEngine = self._training.engine
         if name not in engine.engines:
             raise UsageError(
                 f"Step {self.number}: no model that is trained is called {name!r}."
@@ -137,16 +137,17 @@ class Turn(Step):
         self._whole, self._key = whole, (self.number, index)
         self._loss_name, self._norm_name = f"{name}_loss", f"{name}_grad_norm"
         self._is_skipped = False
-        self._engine: TurnEngine = self._training.engine  # type: ignore[assignment]
-        self._update: TurnUpdate = self._training.update  # type: ignore[assignment]
+        self._engine: TurnEngine = self._training.engine
+        updates: TurnUpdate = self._training.update
+        self._averages, update = updates.averages[name], updates.updates[name]
+        self._training = replace(self._training, engine=self._engine.engines[name], update=update)
 
     def __enter__(self) -> Turn:
         whole = self._whole
         whole._has_told |= self._progress.count_talks() != whole._talks  # since the turn before
         self._has_told = whole._has_told
         self._engine.open(self.name)
-        self._update.name, self.is_entered = self.name, True
-        self._aside = self._metrics.put_aside()
+        self._aside, self.is_entered = self._metrics.put_aside(), True
         if self._is_passed():
             self._is_skipped, self.state = True, Outcome.HEALED
         else:
@@ -156,7 +157,7 @@ class Turn(Step):
     def _begin(self) -> None:
         super()._begin()
         self._metrics.turn = self.index
-        self.lr = read_rate(self._update.updates[self.name].parts["optimizer"])
+        self.lr = read_rate(self._training.update.parts["optimizer"])
         if self._whole.lr is None:
             self._whole.lr = self.lr
 
@@ -194,6 +195,11 @@ class Turn(Step):
         position = self._progress.position
         is_here = position.step == self.number - 1
         return position.step >= self.number or (is_here and position.turn >= self.index)
+
+    def _move_on(self) -> None:
+        for average in self._averages:
+            average.update(self.number)
+        super()._move_on()
 
     def _next_position(self) -> Position:
         return replace(self._progress.position, turn=self.index)

@@ -101,7 +101,7 @@ def make_update(
     members: Membership,
     average: WeightAverage | None,
     make: Callable[..., Update],
-) -> Update:
+) -> Update | TurnUpdate:
     """What applies the gradients of a run; `make` makes that of one model."""
     options, models = config.options, config.models
 
@@ -178,7 +178,7 @@ class Rating:
     runs the code which follows that step itself.
     """
 
-    def __init__(self, options: RunOptions, scheduler: Any, update: Update) -> None:
+    def __init__(self, options: RunOptions, scheduler: Any, update: Update | TurnUpdate) -> None:
         self._name, self._patience = options.best_metric, options.patience
         better = find_better(options.best_metric, options.better)
         self._sign = 1.0 if better == "lower" else -1.0
