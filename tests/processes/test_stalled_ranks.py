@@ -37,7 +37,8 @@ def stop_one(world: World, culprit: int) -> list[str]:
 
     membership = Membership(world.group)
     watch = stopwatch.get_stopwatch(membership)
-    stragglers.begin_stall_watch(watch, 0.5, hear)
+    watch.stalls = stragglers.StallWatch(watch, 0.5, print_line=hear)
+    watch.stalls.start()
     if world.rank == culprit:
         world.group.get_group_store().wait(["paceline/heartbeat/2"])
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -71,7 +72,8 @@ def hang_in_own_code(world: World, culprit: int) -> list[str]:
 
     membership = Membership(world.group)
     watch = stopwatch.get_stopwatch(membership)
-    stragglers.begin_stall_watch(watch, 0.5, hear)
+    watch.stalls = stragglers.StallWatch(watch, 0.5, print_line=hear)
+    watch.stalls.start()
     if world.rank == culprit:
         threading.Thread(target=look_up, daemon=True).start()
         watch.enter(Phase.DATA)

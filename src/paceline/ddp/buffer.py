@@ -110,7 +110,9 @@ class Bucket:
         params = self.params
         grads: list[Any] = [None if param is None else param.grad for param in params]
         self._make_ready()
-        self._is_plain = self._is_unwatched() and _are_unshared(grads) and not _have_graphs(grads)
+        is_alone = self._is_unwatched() and _are_unshared(grads)
+        # A `backward(create_graph=True)` gives gradients graphs.
+        self._is_plain = is_alone and not any(map(_requires_grad, grads))
         if self._is_plain:  # the usual case, without a Python loop over hundreds of gradients
             self._copy(grads, self.views)
             del grads
@@ -358,11 +360,6 @@ def _refuse_third_order(_grad: Tensor) -> None:
             "that of this rank's part.",
             advice="Differentiate a penalty on averaged gradients once, without create_graph.",
         )
-
-
-def _have_graphs(grads: Sequence[Any]) -> bool:
-    """Whether a `backward(create_graph=True)` has made any of them."""
-    return any(map(_requires_grad, grads))
 
 
 def give_back_freed_memory() -> None:

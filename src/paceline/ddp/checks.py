@@ -268,7 +268,8 @@ def check_parameters_are_known(module: nn.Module, known: Iterable[nn.Parameter])
     A tensor computed from others, which `torch.func.functional_call` puts in their place, is none.
     """
     ids = set(map(id, known))
-    if ids.issuperset(id(p) for m in modules(module) for p in _own(m)):
+    own = (param for each in modules(module) for param in each._parameters.values())
+    if ids.issuperset(id(param) for param in own if param is not None):
         return  # the usual case, in a fraction of the time that names take
     for name, param in named_parameters(module):
         if id(param) not in ids and param.is_leaf:
@@ -289,10 +290,6 @@ def modules(module: nn.Module) -> Iterator[nn.Module]:
             if child is not None and id(child) not in seen:
                 seen.add(id(child))
                 stack.append(child)
-
-
-def _own(module: nn.Module) -> Iterator[nn.Parameter]:
-    return (param for param in module._parameters.values() if param is not None)
 
 
 def find_problem(

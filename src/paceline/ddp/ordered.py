@@ -117,9 +117,8 @@ class OrderedEngine(NaiveEngine):
         audit: Audit | None = None,
     ) -> None:
         super().__init__(module, membership)
-        devices = sorted({param.device for param in module.parameters()}, key=str)
         # Not as attributes of the module inside, which names set from here on would be.
-        self._sums = OrderedSums(module, membership, shards, devices, transport, audit)
+        self._sums = OrderedSums(module, membership, shards, transport, audit)
         membership.follow(self.on_generation)
 
     @property
@@ -169,7 +168,6 @@ class OrderedSums:
         module: nn.Module,
         membership: Membership,
         shards: int,
-        devices: Sequence[torch.device],
         transport: Any,
         audit: Audit | None = None,
     ) -> None:
@@ -185,6 +183,7 @@ class OrderedSums:
         self._have: dict[Branch, Sum] = {}
         self._spare: list[list[Tensor]] = []
         self._layout: _Layout | None = None
+        devices = sorted({param.device for param in module.parameters()}, key=str)
         self._choice = TransportChoice(membership, devices, transport)
 
     @property
@@ -333,9 +332,12 @@ class OrderedSums:
             self.audit.settle(audited, members, layout.device)
             if self.audit.is_disputed:
                 return False
-        mine = [
-            self._fold_own(each) for each in branches_of(members.rank, members.size, self.shards)
-        ]
+        mine = []
+        for branch in branches_of(members.rank, members.size, self.shards):
+            inside = {each: have for each, have in self._have.items() if _is_in(each, branch)}
+            # A short batch leaves shards out.
+            folded = fold(inside, self.shards, _sum, branch)
+            mine.append(folded or [None] * len(layout.buckets))
         self._add_between_workers(layout, mine)
         for bucket in layout.buckets:
             bucket.hand_out(list(map(bool, users)))
@@ -347,11 +349,6 @@ class OrderedSums:
             self._give_back(flats)
         self.begin(self._step)
         return bool(news)
-
-    def _fold_own(self, branch: Branch) -> Sum:
-        """What this worker has of one of its branches; a short batch leaves shards out."""
-        inside = {each: have for each, have in self._have.items() if _is_in(each, branch)}
-        return fold(inside, self.shards, _sum, branch) or [None] * len(self.buckets)
 
     @property
     def _has_one_branch(self) -> bool:

@@ -8,7 +8,7 @@ keep the reducer alive, so gradients stay synchronised even when the wrapper is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -176,10 +176,7 @@ class Reducer(BackwardFollower, TorchReducer):
     @property
     def parameters(self) -> Iterable[Parameter]:
         """Every parameter it knows of, frozen ones included."""
-        return self._alive(self._refs)
-
-    def _alive(self, refs: Sequence[ParamRef]) -> Iterator[Parameter]:
-        return (param for param in (ref.get() for ref in refs) if param is not None)
+        return (param for param in (ref.get() for ref in self._refs) if param is not None)
 
     def on_forward(self) -> None:
         """A forward pass begins."""

@@ -145,13 +145,9 @@ class Agreement:
             if 0 < step <= DATASET_STEP:
                 fingerprint = self.inputs.words(step, target.device)
             elif self.compares and step % EVERY == 0:
-                fingerprint = self._hash(step, target.device)
+                self._fingerprint = self._fingerprint or Fingerprint(self._params, target.device)
+                fingerprint = self._fingerprint.words(step)
         trailer.write(target, unused, words, fingerprint)
-
-    def _hash(self, step: int, device: torch.device) -> Tensor | None:
-        if self._fingerprint is None:
-            self._fingerprint = Fingerprint(self._params, device)
-        return self._fingerprint.words(step)
 
     def _label(self, step: int) -> float:
         """Which model and which step this is, as a number small enough to be summed exactly."""

@@ -272,7 +272,8 @@ class Observer:
         if settings.blames and watch.detector is None:
             watch.detector = stragglers.StragglerDetector(watch, self._membership)
         if settings.stall_s and watch.stalls is None:
-            stragglers.begin_stall_watch(watch, settings.stall_s)
+            watch.stalls = stragglers.StallWatch(watch, settings.stall_s)
+            watch.stalls.start()
 
     def note_samples(self, output: Any) -> None:
         """Record how many samples a forward pass had: the length of its first output tensor."""

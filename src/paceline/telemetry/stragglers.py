@@ -265,6 +265,7 @@ class StallWatch:
         self._speaks_after_s = max(timeout_s, timeout_s / 2 + LEAST_SILENCE_S)
 
     def start(self) -> None:
+        """Watch from now on, on threads that end with the stopwatch."""
         for target in (self._watch_progress, self._exchange_heartbeats):
             threading.Thread(target=target, name="paceline stalls", daemon=True).start()
 
@@ -365,15 +366,6 @@ def _describe(awaited: Awaited, members: Membership) -> str:
         return f"{what}, which lacks other hosts"
     numbers = [members.numbers[rank] for rank in missing]
     return f"{what}, which lacks {_workers(numbers)}" if missing else what
-
-
-def begin_stall_watch(
-    watch: Stopwatch, timeout_s: float, print_line: Callable[[str], None] | None = None
-) -> None:
-    """Watch a stopwatch from now on, on threads that end with it."""
-    if watch.stalls is None:
-        watch.stalls = StallWatch(watch, timeout_s, print_line=print_line)
-        watch.stalls.start()
 
 
 def _print_on_stderr(line: str) -> None:

@@ -25,6 +25,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -252,19 +253,15 @@ class SharedBuckets:
         return self.segment.bucket(position, number, self._flats[number], spare=is_spare)
 
 
+@dataclass(slots=True, eq=False)
 class SharedSum:
     """One bucket on its way; `wait()` leaves the sum where the bucket is."""
 
-    __slots__ = ("_buckets", "_number", "_private", "_turn", "_what")
-
-    def __init__(
-        self, buckets: SharedBuckets, number: int, turn: int, private: Tensor | None, what: str
-    ) -> None:
-        self._buckets = buckets
-        self._number = number
-        self._turn = turn
-        self._private = private
-        self._what = what
+    _buckets: SharedBuckets
+    _number: int
+    _turn: int
+    _private: Tensor | None
+    _what: str
 
     def missing(self) -> list[int]:
         """The ranks that it waits for."""
