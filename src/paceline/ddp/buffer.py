@@ -8,10 +8,10 @@ overwritten (Note [Whose memory]), and a gradient tensor that somebody else owns
 from __future__ import annotations
 
 import ctypes
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
@@ -364,18 +364,8 @@ def _refuse_third_order(_grad: Tensor) -> None:
 
 def give_back_freed_memory() -> None:
     """Return to the system what this process has freed, where the C library can."""
-    trim = _malloc_trim()
-    if trim is not None:
-        trim(0)
-
-
-@functools.cache
-def _malloc_trim() -> Callable[[int], int] | None:
-    try:
-        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except (OSError, AttributeError):
-        return None
-    return trim
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _count_references() -> tuple[int, int]:

@@ -238,7 +238,6 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         self._reducer.agreement.announces = value
 
     def begin_step(self, number: int) -> None:
-        """A run begins its step `number`: nothing is accumulated yet, and errors name that step."""
         reducer = self._reducer
         reducer.steps, reducer.wants_sync, reducer.weight.value = number, True, 1.0
         reducer.agreement.announces = False

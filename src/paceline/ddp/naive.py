@@ -139,7 +139,6 @@ class NaiveEngine(Wrapper):
             param.grad = total.div_(total_weight) if total_weight else total.zero_()
 
     def begin_step(self, number: int) -> None:
-        """A run begins its step `number`: nothing is accumulated yet, and errors name that step."""
         self._step, self._weight, self._wants_sync = number, 1.0, True
         self.has_news = self._is_short = False
 
@@ -157,7 +156,6 @@ class NaiveEngine(Wrapper):
         self._weight = weight
 
     def take_part(self) -> None:
-        """Sum with the others without anything to add, and get what they have."""
         self._weight = 0.0
         self._average()
 

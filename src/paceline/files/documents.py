@@ -67,7 +67,6 @@ def read_json(
     limit_bytes: int,
     origin: object,
     error: type[PacelineError] = WireError,
-    limits: JsonLimits = LIMITS,
 ) -> Any:
     """Parse the rest of an open file, which may have at most `limit_bytes`."""
     data = file.read(limit_bytes + 1)
@@ -76,7 +75,7 @@ def read_json(
             f"{origin} is larger than {limit_bytes / 2**20:g} MiB, the most that is read.",
             advice="It is damaged, or it was not written by paceline.",
         )
-    return parse_json(data, origin, error, limits)
+    return parse_json(data, origin, error)
 
 
 def parse_json(

@@ -176,8 +176,7 @@ class FolderSink:
             self._update(shards=facts["shards"])
 
     def checkpoint(self, written: Written) -> None:
-        names = ("step", "name", "bytes", "seconds", "metric", "better")
-        self._write_first("checkpoint", **{name: getattr(written, name) for name in names})
+        self._write_first("checkpoint", **dataclasses.asdict(written))
 
     def stop(self, step: int, status: str, reason: str) -> None:
         self._events.write("stop", step=step, reason=reason)
