@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.ddp import SyncBatchNorm
+from paceline.errors import summarize
 from paceline.group import find_tensors
 from paceline.record.hooks import BatchPart, StepRecording, dense, fill, join, trained_parameters
 from paceline.record.stages import Check
@@ -86,7 +87,7 @@ class Reference:
                 return replace(whole, reason=WHY_LOSS)
             parts = self._compare(rec, pieces, factor, None)
         except Exception as error:  # the step itself has succeeded
-            return not_computed(f"computing it again failed: {first_line(error)}")
+            return not_computed(f"computing it again failed: {summarize(error)}")
         if not parts.is_same:
             return whole
         is_random = any(piece.random_state for piece in pieces)
@@ -189,11 +190,6 @@ class _LocalBatchNorm(BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         return
-
-
-def first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__).rstrip(".")
 
 
 def not_computed(reason: str) -> Check:

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from paceline.ddp import DistributedDataParallel, bare
 from paceline.dp import DataParallel
-from paceline.errors import ReplicaError, UsageError, WireError, check_whole
+from paceline.errors import ReplicaError, UsageError, WireError, check_whole, summarize
 from paceline.files import RunFolder, decode, encode
 from paceline.group import exchange, find_tensors, gather_bytes
 from paceline.record import facts, stages
@@ -40,7 +40,7 @@ from paceline.record.engines import (
     merge_stages,
 )
 from paceline.record.hooks import BatchPart, ForwardPass, StepRecording, dense
-from paceline.record.reference import Reference, first_line, not_computed
+from paceline.record.reference import Reference, not_computed
 from paceline.record.stages import Check, EngineName, Model, TensorFacts, Trace
 from paceline.telemetry import register_recorder
 
@@ -119,7 +119,7 @@ def _copy(model: Any, optimizer: Optimizer | None) -> Reference | str:
     try:
         return Reference(model.module, optimizer)
     except Exception as error:  # some modules cannot be copied; the step must run anyway
-        return f"the model cannot be copied: {first_line(error)}"
+        return f"the model cannot be copied: {summarize(error)}"
 
 
 def _trace_replicas(rec: StepRecording, reference: Reference | str) -> Trace:

@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import env
-from paceline.errors import UsageError, WorkerError
+from paceline.errors import UsageError, WorkerError, summarize
 from paceline.files import decode, encode
 from paceline.group import has_aborted_device, settle_device
 from paceline.launcher import die_with, is_secondary, signal_name
@@ -41,7 +41,6 @@ from paceline.testing.ranks import (
     await_all_connected,
     check_size,
     say_last_words,
-    summary,
     testing_world,
 )
 from paceline.torch_private import HEAVY_MODULES, FileStore
@@ -291,7 +290,7 @@ def _work(rank: int, call: WorkerCall) -> None:
                 "ok": False,
                 "at": time.monotonic(),
                 "is_secondary": is_secondary(error),
-                "summary": summary(error),
+                "summary": summarize(error),
                 "traceback": "".join(traceback.format_exception(error))[-_TRACEBACK_LIMIT_CHARS:],
             }
         )

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.errors import UsageError, WorkerError, check_whole
+from paceline.errors import UsageError, WorkerError, check_whole, summarize
 from paceline.group import World, post_last_words
 from paceline.launcher import is_secondary
 from paceline.torch_private import HashStore, Store, unregistered_gloo_group
@@ -41,14 +41,7 @@ def say_last_words(group: Any, error: BaseException | None = None) -> None:
     if error is None:
         post_last_words(group, "finished and left", kind="left")
     elif not is_secondary(error):
-        post_last_words(group, f"raised {summary(error)}", kind="raised")
-
-
-def summary(error: BaseException) -> str:
-    """The error in one short line: its type and the beginning of its message."""
-    first_line, _, _ = str(error).partition("\n")
-    name = type(error).__name__
-    return f"{name}: {first_line[:1000]}" if first_line else name
+        post_last_words(group, f"raised {summarize(error)}", kind="raised")
 
 
 def strip_references(error: BaseException) -> None:
@@ -221,7 +214,7 @@ def _primary_error(errors: dict[int, BaseException]) -> BaseException:
     error = errors[ranks[0]]
     error.add_note(f"rank {ranks[0]} raised this")
     for rank in ranks[1:]:
-        error.add_note(f"rank {rank} then raised {summary(errors[rank])}")
+        error.add_note(f"rank {rank} then raised {summarize(errors[rank])}")
     return error
 
 
