@@ -173,12 +173,11 @@ class OrderedSums:
     ) -> None:
         self.module, self.membership, self.shards = module, membership, shards
         self.audit = audit
-        self._second: tuple[int, float] | None = None
-        """The shard of the next backward, and its weight, if another worker computes it, too."""
+        self._next: tuple[int, float, bool] | None = None
+        """The next backward: its shard and weight, and whether another worker computes it too."""
         self._places: Buckets | None = None
         """Where workers' branches are added, found anew in every generation."""
         self._step = 0
-        self._mine: list[int] = []
         self._weights: dict[int, float] = {}
         self._have: dict[Branch, Sum] = {}
         self._spare: list[list[Tensor]] = []
@@ -220,7 +219,7 @@ class OrderedSums:
 
     def begin(self, step: int) -> None:
         self._step = step
-        self._have, self._weights, self._mine, self._second = {}, {}, [], None
+        self._have, self._weights, self._next = {}, {}, None
         if self.audit is not None:
             self.audit.begin(step)
         if self._layout is not None:
@@ -230,11 +229,9 @@ class OrderedSums:
                 self._layout, self._spare, self._places = None, [], None
 
     def begin_shard(self, number: int, weight: float, *, is_second: bool = False) -> None:
-        if is_second:
-            self._second = number, weight
-            return
-        self._mine.append(number)
-        self._weights[number] = weight
+        self._next = number, weight, is_second
+        if not is_second:
+            self._weights[number] = weight
 
     def _find_layout(self) -> _Layout:
         self._layout = self._layout or _Layout(self.module)
@@ -246,23 +243,23 @@ class OrderedSums:
 
         Those of the last one go where the sum will lie.
         """
-        second, self._second = self._second, None
-        if not self._mine and second is None:
+        if self._next is None:
             raise UsageError(
                 "A backward of the run's model ended outside of a step; with same_bits only "
                 "step.backward() says which shard its gradients belong to.",
                 advice="Call step.backward(loss), or compute on the module itself: "
                 "run.model.module.",
             )
-        layout = self._find_layout()
+        layout, (shard, weight, is_second) = self._find_layout(), self._next
         if self.audit is not None:
-            number, weight = second or (self._mine[-1], self._weights[self._mine[-1]])
             # No name for the gradients: one more reference to each, and buckets would copy them.
-            self.audit.note(number, second is not None, weight, [p.grad for p in layout.params])
-        if second is None:
+            self.audit.note(shard, is_second, weight, [p.grad for p in layout.params])
+        if is_second:
+            self._next = None
+        else:
             for number, param in enumerate(layout.params):
                 layout.has_grad[number] |= param.grad is not None
-            self._add((depth_of(self.shards), self._mine[-1]), self._take(layout, is_last))
+            self._add((depth_of(self.shards), shard), self._take(layout, is_last))
         for param in layout.params:
             param.grad = None
 
