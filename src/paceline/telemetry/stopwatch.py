@@ -329,9 +329,8 @@ class Observer:
 
     def step_ends(self) -> None:
         """Gradients are averaged: all ranks reach this point, so they may exchange their times."""
-        watch, detector = self.watch, self.watch.detector
-        if detector is not None and watch.step >= detector.cadence.next_step:
-            detector.after_step(self._membership, self._device)
+        if self.watch.detector is not None:
+            self.watch.detector.after_step(self._membership, self._device)
 
     def observe_alone(self, output: Any, wants_sync: bool) -> None:
         """In a world of one there is no reducer: observe backward by hooks on the output."""
