@@ -13,8 +13,8 @@ import pytest
 import torch
 from sentences import says
 
+from paceline import record
 from paceline.cli import main
-from paceline.record import stages
 from paceline.show.trace import task
 
 pytestmark = pytest.mark.usefixtures("_half_of_torch")
@@ -64,7 +64,7 @@ def users_file(tmp_path: Path) -> Iterator[str]:
 def trace(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     assert main(["trace", "--json", *arguments]) == 0
     document: dict[str, Any] = json.loads(capsys.readouterr().out)
-    stages.from_json(document)
+    record.from_json(document)
     return document
 
 
@@ -128,8 +128,8 @@ def test_a_step_a_training_and_a_prediction_are_traced_on_the_real_engine(
     kinds = [layer["kind"] for layer in document["prediction"]["layers"]]
     assert kinds == ["Linear", "ReLU", "Linear"]
     assert document["prediction"]["answer"]["kind"] == "class"
-    written = stages.read(folder / "pipeline" / f"step{document['step']}.json")
-    assert stages.to_json(written) == document
+    recorded = record.read(folder / "pipeline" / f"step{document['step']}.json")
+    assert record.to_json(recorded) == document
     assert main(["trace", str(folder), "--ascii"]) == 0
     assert says(capsys.readouterr().out, "ok same as one process on", "whole batch")
 
