@@ -196,7 +196,7 @@ def test_a_nan_found_late_is_an_error_where_a_newcomer_cannot_be_asked() -> None
         members.word_device = torch.device("cpu")
         weight = nn.Parameter(torch.ones(2))
         check = FiniteCheck([("weight", weight)], members, is_complete=False, is_saved=False)
-        check._is_late = True  # as where the parameters are on a device
+        check.is_late = True  # as where the parameters are on a device
         weight.grad = torch.full((2,), float("nan"))
         check.check(1, [Loss(torch.tensor(float("nan")), world.rank, [3])], None)
         assert not weight.grad.any()  # what the optimizer sees

@@ -190,8 +190,8 @@ class WholeUpdate:
             norm = total_norm(param.grad for param in self._trained)
         is_bad = None
         if self._finite is not None and self._scaler is None:
-            skips = can_skip(self._optimizer) and find_exchanged(self._optimizer) is None
-            is_bad = self._finite.check(self._step, losses, norm, zeroes=not skips)
+            is_left_out = self._finite.is_late and self._can_leave_out()
+            is_bad = self._finite.check(self._step, losses, norm, zeroes=not is_left_out)
         self._refusal.remove()
         if norm is not None and self._clip_norm is not None:
             nn.utils.clip_grads_with_norm_(self._trained, self._clip_norm, norm)
@@ -201,6 +201,9 @@ class WholeUpdate:
         if self._average is not None:
             self._average.update(self._step)
         return norm
+
+    def _can_leave_out(self) -> bool:
+        return can_skip(self._optimizer) and find_exchanged(self._optimizer) is None
 
     def rate(self, metric: float) -> None:
         if self._needs_metric:
@@ -334,7 +337,8 @@ class FiniteCheck:
         """`is_complete` looks at every element; see Note [What is looked at]."""
         self._is_saved = is_saved
         self._named, self._membership, self._is_complete = named, membership, is_complete
-        self._is_late = bool(named) and named[0][1].device.type != "cpu"
+        self.is_late = bool(named) and named[0][1].device.type != "cpu"
+        """Whether the device looks, and its answer is read a step later."""
         self._pending: _Looked | None = None
 
     @torch.no_grad()
@@ -348,7 +352,7 @@ class FiniteCheck:
         grads = [param.grad for _, param in self._named if param.grad is not None]
         if not grads:
             return None
-        if self._is_late:
+        if self.is_late:
             self.forget(step)
             self.ask()
             is_bad = self._look_later(step, grads, losses, norm)
@@ -405,7 +409,7 @@ class FiniteCheck:
         if members.size > 1 and not is_alone:
             what = "Asking whose loss is not finite"
             everyone = exchange(members.group, mine, members.word_device, what)
-        before = "one of the steps before" if self._is_late else f"step {step - 1}"
+        before = "one of the steps before" if self.is_late else f"step {step - 1}"
         state = f"The model is as it was after {before}"
         state += "; the last checkpoint is good." if self._is_saved else "."
         for rank, theirs in zip(members.numbers, everyone, strict=False):
