@@ -69,6 +69,8 @@ class Buffers:
         self._of, self._root, self._shards, self._first = shards, root, 0, {}
         self._moves = defaultdict(lambda: torch.zeros_like(self._before()))
         named = dict(self._module.named_buffers())
+        # Before anything is saved again: what changed in the last step is found by comparing with
+        # the copies from before it.
         if self._still.was_changed():
             self._unsaid |= self._find_moved(named) - self.live
         still = {}
@@ -79,6 +81,8 @@ class Buffers:
             still[name] = buffer
             if self._marks.get(name) != _mark(buffer):
                 self._save(name, buffer)
+        # Written to through `.data` between two steps: no version shows that the copies are out of
+        # date.
         if still and self._still.begin(still):
             for name, buffer in still.items():
                 self._save(name, buffer)
@@ -92,6 +96,7 @@ class Buffers:
             yield
         finally:
             self.restore()
+            # What only an evaluation changes would otherwise be copied in every step from now on.
             moved, self._moving = self._moving - moving, moving
             for name, buffer in self._module.named_buffers():
                 if name in moved:
@@ -216,6 +221,8 @@ class Buffers:
     def _move(self, step: int) -> None:
         """Move the statistics by the mean over all shards, from where they were before."""
         before = self._before()
+        # With `is_ordered` a shard has a row of its own, zeros on all other workers: the exchange
+        # adds nothing that rounds, and rows are added here in the order of the shards.
         moves = torch.stack([self._moves[n] for n in range(self._of if self._is_ordered else 1)])
         if self._membership.size > 1:
             all_reduce(
@@ -297,10 +304,13 @@ class _Contents:
         sizes = [bits.numel() for bits in flat]
         every = [1 if size <= _SMALL else -(-size // _SAMPLES) for size in sizes]
         turn = self._steps // _TURN_STEPS
+        # Each turn begins one element later, so that in the end every one of them has been looked
+        # at.
         self._samples = [b[turn % n :: n] for b, n in zip(flat, every, strict=True)]
         self._key = key
 
     def _read(self) -> Tensor | None:
+        # A copy, also of a single sample: the samples are views of the buffers.
         return torch.cat(self._samples) if self._samples else None
 
 

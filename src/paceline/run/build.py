@@ -121,7 +121,7 @@ def build_run(config: RunConfig) -> RunParts:
     link, shares_out, can_survive = _find_link(config, members, launched)
     is_replacement = link is not None and link.is_replacement
     if is_replacement:
-        members.leave()
+        members.leave()  # alone, and writing for nobody, until it is let in
     model = _unwrapped(config.model)
     module = bare(model)
     device = next((param.device for param in module.parameters()), torch.device("cpu"))
@@ -145,6 +145,7 @@ def build_run(config: RunConfig) -> RunParts:
     known = link.facts if link is not None and is_replacement else before or {}
     shards = config.shards or known.get("shards") or world.size
     if isinstance(config.dataset, Files) and not is_replacement:
+        # A replacement counts alone: the others are in the middle of a step.
         _count_together(config.dataset, members)
     audit = Audit(share=options.audit, seed=config.seed, shards=shards, replaces=link is not None)
     plan = make_plan(config, shards, known.get("order"), audit.seconds_of)
@@ -155,6 +156,7 @@ def build_run(config: RunConfig) -> RunParts:
     facts = config.facts(module, plan, shards=shards, workers=workers)
     if island is not None:
         facts["islands"] = island.count
+        # Not before: the plan and the facts are made with the seed that all islands share.
         config.seed = island.seed(config.seed)
     agreed = {**facts, **config.to_agree_on()}
     saving.identify(facts, before)
@@ -166,6 +168,7 @@ def build_run(config: RunConfig) -> RunParts:
         )
     _refuse_different_facts(members, agreed)
     if link is not None and is_replacement:
+        # The link's facts have come as JSON, in which a tuple is a list.
         ours = json.loads(json.dumps(agreed))
         _refuse_difference(link.facts, ours, "in the run", "in a worker that would join it")
     if saving.is_on:
@@ -174,7 +177,7 @@ def build_run(config: RunConfig) -> RunParts:
         state.noise = NoiseMeter(module.parameters(), every=options.noise_every)
     with ExitStack() as undo:
         undo.callback(watching.end)
-        watching.start_timeline(world.rank)
+        watching.start_timeline(world.rank)  # the engine looks whether there is one when it is made
         engine = _make_engine(model, config, place, shards, audit)
         if fit.is_on:
             fit.attach(engine)
@@ -226,6 +229,7 @@ def build_run(config: RunConfig) -> RunParts:
     info = config.describe(folder, plan, module, facts)
     sinks = _make_sinks(config, folder, info, place, link)
     metrics = Metrics(sinks.report_step, members)
+    # The sums in a checkpoint are those of all workers: one of them continues with them.
     metrics.begin_at(position.epoch, sums if members.leads else {}, position.step)
     outlets = Outlets(sinks, metrics, saving, watching, info, lines)
     stop = StopRequest(sinks.say)
@@ -292,6 +296,7 @@ def _find_link(
             config.optimizer, size=members.size, can_survive=can_survive, elementwise=word
         )
     found = Link.find()
+    # A share that dies with its worker must be in kept memory, or in a checkpoint to go back to.
     goes_on = config.is_saved or not shares_out or can_be_kept(config.optimizer)
     link = found if can_survive and goes_on else None
     if found is not None:
@@ -393,6 +398,7 @@ def _make_engine(
         engines = {name: make(module) for name, module in trained.items()}
         return TurnEngine(models, engines, members)
     if config.options.same_bits or config.engine is not None:
+        # The launcher tells by it who hangs from who waits; DDP has an observer of its own.
         note_waits(members, place.device)
     if config.options.same_bits:
         transport = config.ddp.transport if config.ddp is not None else "auto"
@@ -443,6 +449,7 @@ def _count_together(dataset: Files, members: Membership) -> None:
         mine = dataset.count(range(members.rank, len(dataset.files), members.size))
     except Exception as error:
         problem = error
+    # An error is told as well: the others wait for what this worker counts.
     word = [mine, None if problem is None else str(problem)]
     sent = gather_bytes(
         members.group, json.dumps(word).encode(), members.word_device, "Counting samples"

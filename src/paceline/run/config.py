@@ -234,6 +234,8 @@ class RunConfig:
                 advice = f"Pass one of torch's kind, with {', '.join(members)}."
                 check_members(name, value, members, advice)
         if self.folder is not None and (runs := env.read(env.RUNS_VARIABLE)):
+            # `paceline replay` and `paceline scale` run the script beside the runs that it has
+            # written itself.
             self.folder = os.path.join(runs, os.path.basename(os.path.abspath(self.folder)))
         self._check_loader()
         self._check_engine()
@@ -345,6 +347,7 @@ class RunConfig:
         ]
         return {
             "epochs": self.epochs,
+            # Machines may reach it by different paths; whether there is one decides about saves.
             "folder": "None" if self.folder is None else "given",
             **{name: getattr(self.options, name) for name in _AGREED_OPTIONS},
             "the scaler": None if self.scaler is None else type(self.scaler).__name__,

@@ -169,6 +169,8 @@ def score_share(parts: RunParts, wanted: Evaluation, step: int) -> ExactSums:
     if wanted.ema and training.average is not None:
         weights, prefix = training.average.in_use(), "ema_"
     if training.buffers is not None and not is_apart:
+        # Buffers that shard 0 changed late are with one worker only; all are to score the same
+        # model.
         training.buffers.agree()
     kept, mode = training.generators.kept(), _in_evaluation_mode(training.module)
     buffers = nullcontext() if training.buffers is None else training.buffers.untouched()
@@ -180,6 +182,8 @@ def score_share(parts: RunParts, wanted: Evaluation, step: int) -> ExactSums:
             samples += rows
 
             def score_rows(start: int, part: Any, number: int = number) -> Any:
+                # The first part draws what the whole batch would, so a batch that is not cut is
+                # seeded alike.
                 key = (number, start) if start else (number,)
                 training.generators.seed(parts.config.seed, "evaluation", step, *key)
                 return score(part)
@@ -191,6 +195,7 @@ def score_share(parts: RunParts, wanted: Evaluation, step: int) -> ExactSums:
                     continue
                 for name, value, items in _checked(found, count_of_rows, reduction):
                     add(prefix + name, value, items)
+            # As after a step: numbers on a device are read while the next batches are scored.
             metrics.end_step(None)
     sums = {SAMPLES: [[], [float(samples)]], **metrics.sums_of_epoch()}
     if collect is not None:
@@ -200,6 +205,7 @@ def score_share(parts: RunParts, wanted: Evaluation, step: int) -> ExactSums:
             gathered = gather_bytes(members.group, sent, members.word_device, what)
             every = [each for data in gathered for each in decode(data)] if rank == 0 else []
         if every and rank == 0:
+            # By number alone, and stable: parts of one batch, which share it, stay in their order.
             joined = join([rows for _, rows in sorted(every, key=lambda each: each[0])])
             numbers = _call(collect, joined)
             sums |= {prefix + name: [[value], [1.0]] for name, value in numbers.items()}

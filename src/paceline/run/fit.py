@@ -200,6 +200,7 @@ class Fit:
                 f"They did not come to the sum of their gradients, which is so where {_TALKS}.",
                 _APART,
             ) from error
+        # Empty where another worker died meanwhile: the step is lost on all of them.
         return told != [False]
 
     def takes(self, error: BaseException | None) -> bool:
@@ -214,6 +215,7 @@ class Fit:
         self._reason = str(error).partition("\n")[0][:200] or type(error).__name__
         found: BaseException | None = error
         while found is not None:
+            # The frames of the failed pass hold its activations.
             traceback.clear_frames(found.__traceback__)
             found = found.__cause__ or found.__context__
         self._empty_cache()
@@ -280,6 +282,7 @@ class Fit:
     def refuse_statistics(self, what: str = "") -> None:
         """Raise if a layer computes something over the samples of a shard."""
         for name, layer in self._norms:
+            # Without running statistics it takes those of the batch in eval() as well.
             is_over_batch = isinstance(layer, BatchNorm) and layer.running_mean is None
             if is_over_batch or (layer.training and layer.track_running_stats):
                 raise UsageError(
@@ -422,6 +425,7 @@ def make_fit(
                 f"fit={wanted!r} was passed together with {name}, {why}.", advice=_SHARDS
             )
     if wanted is None:
+        # Out of the host's memory the kernel kills the process: there is no error to hear of.
         wanted = "off" if causes or device.type == "cpu" else "auto"
     kind: Any = Fit
     if folder:  # `paceline fit` has started this

@@ -147,6 +147,7 @@ class LivingBatches:
     def _begin(self) -> Iterator[Any]:
         """Load from the first batch on that was not given."""
         while True:
+            # What processes read ahead is still in `_left`, should they have to begin again.
             ahead, self._left = tee(self._left)
             try:
                 batches = iter(self._make(ahead))
@@ -216,6 +217,8 @@ class _LivingPopen(Popen):
         try:
             super()._launch(_Speaking(process_obj, reader, writer))  # type: ignore[misc]
         finally:
+            # Or this copy keeps the pipe open, and a process that dies silently would be waited
+            # for.
             os.close(writer)
         try:
             return self._says_it_lives(reader)

@@ -98,6 +98,8 @@ def compare(standings: Sequence[Standing]) -> Verdict:
         if (each.step, each.turn) < (best, turn) or (whole and not each.is_whole)
     )
     tried = max(each.tried for each in standings)
+    # Only rank 0, which writes, knows of a save that it is there; the others know that they took
+    # part.
     is_lost = bool(whole) and tried > standings[0].kept
     asked = [max(steps) for steps in zip(*(each.asked for each in standings), strict=True)]
     if is_lost:
@@ -208,8 +210,11 @@ class Healing:
         training, exchanges = parts.training, parts.exchanges
         if (mine.step, mine.turn) < (verdict.step, verdict.turn):
             here = (verdict.step + 1, verdict.turn) if verdict.turn else (verdict.step,)
+            # As those are seeded who applied the step: the script's code behind it may draw.
             training.generators.seed(parts.config.seed, "between", *here)
             parts.outlets.metrics.epochs, parts.outlets.metrics.step = verdict.epochs, verdict.step
+            # The code behind that step has not run here, and asks for its results from the first
+            # on.
             exchanges.asked = 0
         progress = parts.progress
         progress.stopping, (progress.save_at, progress.evaluate_at) = (
@@ -243,6 +248,7 @@ class Healing:
                 continue
             add_sums(metrics.epoch, ledger["sums"])
             step, turn = ledger["last"], ledger["turn"]
+            # The part of the step in which it died counts only if somebody has applied that step.
             is_turn = step == verdict.step + 1 and 0 < turn <= verdict.turn
             if is_turn or step <= verdict.step:
                 add_sums(metrics.epoch, ledger["next"])

@@ -220,6 +220,7 @@ class OuterUpdate(WholeUpdate):
         rate = float(self._optimizer.param_groups[0].get("lr", 0.0))  # the scheduler changes it
         lands = not self._options.delay or step == last
         lands = lands or self._options.start_landing(step, last) is not None
+        # Only what lands can break off, and only where another worker's death is survived.
         if lands and self._run.recovery.is_on and self._members.size > 1:
             self._copy = self._copy_state()
         norm = super().commit(losses)

@@ -423,6 +423,7 @@ def _sum_up(leaves: list[tuple[str, Any]]) -> Iterator[Leaf]:
             if tensor.dtype == torch.uint8 or tensor.is_floating_point():
                 yield path, kind, _summary(flat.double())
             else:
+                # In memory, a view that is conjugated or negated lazily has the bits of its base.
                 flat = flat.resolve_conj().resolve_neg()
                 yield path, f"{kind} {_hash(string_at(flat.data_ptr(), flat.nbytes))}", []
         elif isinstance(value, float):

@@ -192,7 +192,7 @@ class Run:
         """Save now, besides what the options say; every worker calls it, between two steps."""
         self._refuse_inside("save", "ask_save")
         if self._open is not None and self._open.is_applied:
-            self._reports.tell(self._open)
+            self._reports.tell(self._open)  # before it is saved: the epoch's sums include it
         self._save()
         if not self._is_running and (lost := self._find_lost()[0]):
             raise stop.not_saved(f"over, but {lost}")
@@ -250,6 +250,8 @@ class Run:
                     continue
                 if portion.step <= self._reports.last:
                     self._reports.go_back()
+                # A step that failed has put the handlers back, and the script has gone on all the
+                # same.
                 if self.options.handle_signals and not parts.stop.before:
                     parts.stop.listen()
                 if self.options.same_bits:
@@ -398,7 +400,7 @@ class Run:
         if progress.evaluate_at == step.number:
             for each in self._callbacks:
                 each.evaluate()
-            self._rate(step.number)
+            self._rate(step.number)  # now with what they have measured
         if saving.is_on:
             is_asked = progress.stopping or progress.save_at == step.number
             if is_asked or saving.is_due(step.number, step.ends_epoch, progress.scores):

@@ -94,6 +94,7 @@ class MeasuredFit(Fit):
             torch.get_device_module(self._device).reset_peak_memory_stats()
             return
         with suppress(OSError):  # elsewhere than on Linux
+            # 5 sets the peak that /proc/self/status gives as VmHWM to what is used now.
             Path("/proc/self/clear_refs").write_text("5")
 
     def _peak(self) -> int | None:

@@ -265,6 +265,7 @@ class Member:
                     self._heard.notify_all()
                 continue
             if generation.is_urgent:
+                # Before the waits end: whoever is released looks whether its group is broken.
                 self._broken_before = generation.number
                 self._groups.interrupt()
             with self._heard:
@@ -347,7 +348,7 @@ class Groups:
         group = dist.group.WORLD
         assert group is not None
         self._tries = 0
-        set_group_timeout(group, self._timeout)
+        set_group_timeout(group, self._timeout)  # the short one was for building it
         if generation.rank == 0:
             self._forget_before(generation.number)
         return group

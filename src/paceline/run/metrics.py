@@ -36,6 +36,7 @@ ExactSums = dict[str, list[list[float]]]
 """Name to sum and count, each as numbers whose sum it is: a few, from the smallest to the largest,
 no two of which have a bit in common."""
 
+# With more steps than these on their way, all are waited for: each holds tensors on the device.
 _MOST_PENDING = 64
 _SHORT = (torch.bfloat16, torch.float16)
 
@@ -198,6 +199,8 @@ class Metrics:
     def take_common(self, sums: ExactSums) -> None:
         """Another worker has come further: take over what it has in common with the others."""
         self.flush(wait=True)
+        # Flushed first, and then replaced: the other's sums include the steps that were on their
+        # way.
         self._common, self._common_now = sums, {}
 
     def begin_at(self, epochs: int, sums: ExactSums, step: int) -> None:
@@ -281,6 +284,7 @@ def _together(tensors: list[Tensor]) -> HostCopy | list[float]:
     if not tensors:
         return []
     device = next((t.device for t in tensors if t.device.type != "cpu"), tensors[0].device)
+    # Not every accelerator computes in double precision.
     wide = torch.float64 if device.type in {"cpu", "cuda"} else torch.float32
     flat = [tensor.to(device, wide, non_blocking=True).reshape(()) for tensor in tensors]
     together = torch.stack(flat)

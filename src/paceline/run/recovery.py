@@ -217,6 +217,7 @@ class Survival(Recovery):
         self.member.step_aside()
         outlets.saving.end()
         outlets.sinks.drop_terminal()
+        # Last, when folder and terminal are free: the launcher now announces who writes instead.
         self.member.tell_left(self._parts.progress.position.step)
         return False
 
@@ -234,10 +235,12 @@ class Survival(Recovery):
             "last": metrics.step,
             "turn": metrics.turn,
             "epoch": metrics.epochs,
+            # Of a GPU the step under way would have to be waited for, in every step.
             "sums": metrics.applied() if is_cpu else metrics.epoch,
             "next": metrics.so_far() if is_cpu else {},
             "taken": sorted(self.member.taken),
         }
+        # Too long for its slot: that something is missing is then told instead.
         if not self.member.ledger.write(word):
             self.member.ledger.write({**word, "sums": None, "next": None})
 

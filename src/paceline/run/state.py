@@ -289,6 +289,7 @@ class Saving:
         found = None if saved is None else (saved.state, saved.facts)
         has_found, why_not = found is not None, "" if problem is None else str(problem)
         if members.size > 1:
+            # Rank 0 tells of an error, too, instead of leaving the others to wait for a state.
             word = [has_found, why_not]
             has_found, why_not = exchange(members.group, word, members.word_device, what)[0]
         if has_found:
@@ -373,6 +374,7 @@ class Saving:
         """
         best = self._options.best_metric
         metric = scores.get(best) if best is not None else None
+        # The same step once more, if it was saved before it was evaluated: its rank among the best.
         is_news = metric is not None and not self._has_metric
         if not self.is_on or (self.saved_step == position.step and not is_news):
             return
@@ -439,6 +441,7 @@ def broadcast_state(members: Membership, value: Any, root: int, what: str) -> An
         return value
     tensors, skeleton = separate_tensors(value) if is_root else ({}, b"")
     shapes = {name: [str(t.dtype), list(t.shape)] for name, t in tensors.items()}
+    # A state may hold strings that are not valid Unicode, such as names of files.
     mine = [skeleton.decode("utf-8", "surrogatepass"), shapes]
     text, shapes = exchange(members.group, mine, members.word_device, what)[root]
     if not is_root:

@@ -174,12 +174,12 @@ class Step:
             whole, fit = JointLoss(loss, self._place, self._training), self._fit
             batches, key = fit.load(self._load, self._shards), (self._config.seed, *self._key)
             loaded = whole.encode(encode, self._shards, batches, key, self._cut)
-            self.state = Outcome.LOST
+            self.state = Outcome.LOST  # until the exchange has held
             if self._recovery.holds(partial(whole.exchange, self.number)) and not fit.is_short:
                 self.state = Outcome.OPEN
                 whole.compute(self._config.seed, self.number)
                 self._passes = passes = self._batches(self._shards, loaded)
-                for batch, shard in zip(passes, self._shards, strict=False):
+                for batch, shard in zip(passes, self._shards, strict=False):  # ends early if lost
                     part, count = whole.part_of(shard, encode(batch)), len(shard.indices)
                     self._add(part * self.samples, count, whole.value * count, is_mean=False)
             if self._sum_up() or not self._recover():
@@ -381,7 +381,7 @@ class Step:
             self._losses.append(Loss(value, shard.number, shard.indices))
             self._items += count
         if shard is self._last:
-            self._talks = self._progress.count_talks()
+            self._talks = self._progress.count_talks()  # the engine's own are not the script's
         if training.noise is not None:
             training.noise.add(count)
         self._lap(Phase.BACKWARD)

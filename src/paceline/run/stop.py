@@ -44,6 +44,7 @@ SAME_PRESS_S = 0.5
 BY_SCRIPT, BY_RATING, BY_OTHERS = 1000, 1001, 1002
 """What a run may stop for besides signals, whose numbers are lower."""
 PERIOD_S = 0.1
+# However fast the steps are, a request is heard within so many.
 MOST_STEPS = 1000
 
 
@@ -382,6 +383,7 @@ class Vote:
             float(is_interrupt),
             float(number and not is_interrupt),
             float(self.is_due()),
+            # The folder, in which somebody asks, may be on rank 0's disk alone.
             float(self._membership.leads and self.is_asked_to_record()),
             float(self._request.is_asked),
             float(self._request.is_leaving),

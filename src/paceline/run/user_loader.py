@@ -55,6 +55,8 @@ class UserLoader:
 
     def portions(self, done: Position) -> Iterator[Portion]:
         """What this worker computes in every step after `done`."""
+        # After a death the step is dealt again, and its batch has been taken: a loader cannot go
+        # back.
         position, comes_again = done, done.step == self._taken.step - 1
         for epoch in range(done.epoch, self._epochs):
             if not comes_again:
@@ -97,6 +99,8 @@ class UserLoader:
             self._loader.load_state_dict(states[self._membership.rank])
             before = 0
         with self._own.kept():
+            # As in the first step of the epoch: a shuffling loader draws its order when it is
+            # iterated.
             self._own.seed(self._seed, "loader", position.step - before, self._membership.rank)
             self._batches = iter(self._loader)
         for step in range(position.step - before, position.step):
@@ -108,6 +112,8 @@ class UserLoader:
         with self._own.kept():  # what is loaded in this process draws from its generators
             self._own.seed(self._seed, "loader", step, self._membership.rank)
             batch = take(self._batches)
+            # `steps_per_epoch` may be more batches than the loader has: it begins anew within the
+            # epoch.
             if batch is None and self._length is not None:
                 self._batches = iter(self._loader)
                 batch = take(self._batches)
