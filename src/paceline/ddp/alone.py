@@ -52,6 +52,7 @@ class Loner:
     @contextmanager
     def _waits(self, group: Any, what: str) -> Iterator[None]:
         world: Any = dist.group.WORLD
+        # Ranks outside of a smaller group train by themselves on purpose.
         store = world.get_group_store() if group is world else None
         if store is not None:
             store.set(_KEY, f"rank {group.rank()} waits for it {what}")
@@ -78,6 +79,7 @@ class Loner:
         with suppress(Exception):
             world: Any = dist.group.WORLD
             store = world.get_group_store()
+            # Asked for first: `get` would wait for a key that is not there.
             word = store.get(_KEY).decode() if store.check([_KEY]) else ""
         if word != self._word:
             self._word, self._since_s, self._steps = word, now_s, 0

@@ -132,6 +132,7 @@ class Audit:
     def _second(self, step: int, shard: int, attempt: int, size: int) -> int:
         if size == 1:
             return 0
+        # Never the shard's own worker, which is `shard % size`; in the next attempt another one.
         offset = (self._draw(step) + attempt) % (size - 1)
         return (shard + 1 + offset) % size
 

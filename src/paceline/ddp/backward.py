@@ -114,6 +114,7 @@ class Arrivals:
         for param in params:
             is_trained = param.requires_grad
             try:
+                # torch takes this hook only where a gradient is required at the moment.
                 handle: Any = param.requires_grad_().register_post_accumulate_grad_hook(shared)  # type: ignore[no-untyped-call]
             except RuntimeError:
                 continue  # of a dtype, or made in inference mode: it can have no gradient
@@ -155,6 +156,7 @@ def _nothing() -> None:
 
 def _redirect(hook: Any, target: _Hook) -> None:
     """Have a `partial` call another function from now on."""
+    # Its function can be set in no other way, and autograd holds the object.
     hook.__setstate__((target, (), {}, vars(hook)))
 
 
@@ -252,6 +254,8 @@ class BackwardFollower:
         if self.weight.is_set:
             followed.aside = self.weight.on_backward(self.parameters, first)
             for param, _ in followed.aside:
+                # In that of `first` this backward's gradient is added already; it is refused at the
+                # end.
                 if param is not first:
                     param.grad = None
         # Autograd alone owns `at_end`: it is freed when backward ends, however that may be.
@@ -267,6 +271,7 @@ class BackwardFollower:
         self.unmarked_wish = None
         self.arrivals.rest()
         try:
+            # All its gradients were noted without Python: none of them was an awaited one.
             if self._announced is ended and ended.arrived:
                 self.open()
             elif self._announced is ended:
@@ -317,6 +322,7 @@ class BackwardFollower:
         self.arrivals.rest()
         if freed is self.current or freed.arrived:
             self.broken = freed
+        # `open` has not seen, and not counted, a backward whose gradients were only noted.
         if freed is not self.current and freed.arrived:
             self.backwards += 1
         self.current = self._announced = None
@@ -358,6 +364,7 @@ def _outermost_node() -> torch.autograd.graph.Node | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "backward":
+            # A node written in Python, such as that of a checkpoint, runs as `backward(ctx, ...)`.
             node = frame.f_locals.get("ctx")
             if isinstance(node, torch.autograd.graph.Node):
                 found = node

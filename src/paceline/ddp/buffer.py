@@ -115,7 +115,7 @@ class Bucket:
         self._is_plain = is_alone and not any(map(_requires_grad, grads))
         if self._is_plain:  # the usual case, without a Python loop over hundreds of gradients
             self._copy(grads, self.views)
-            del grads
+            del grads  # or they would outlive being replaced
             self._hand_out_all(params)
             if self._is_new:
                 self._is_new = False
@@ -145,6 +145,7 @@ class Bucket:
             foreach_copy_(views, grads)
         except RuntimeError:
             for grad, view in zip(grads, views, strict=True):
+                # Such as a sparse gradient, which the batched copy does not take.
                 view.copy_(grad.to_dense() if grad.layout is not torch.strided else grad)
         if scale == 1.0:
             return
@@ -253,7 +254,7 @@ class Bucket:
             self.buffer.untyped_storage().resize_(self.plan.nbytes)
             if self._has_gaps:
                 self.buffer.zero_()
-            self._geometry = geometry(self.views)
+            self._geometry = geometry(self.views)  # the memory is another
         elif not self._is_intact() or (self.buffer is not self.home and self._is_home_free()):
             self._allocate()
 

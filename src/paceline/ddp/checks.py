@@ -34,6 +34,7 @@ from paceline.errors import (
 )
 from paceline.group import Group, all_gather, broadcast, exchange
 
+# Chunks are joined in a buffer, which should be small beside the model.
 BROADCAST_CHUNK_BYTES = 64 * 2**20
 
 Named = Sequence[tuple[str, Tensor]]
@@ -217,6 +218,7 @@ def checksum(tensor: Tensor) -> Tensor:
     """Two numbers that differ when the bits differ: a sum, and a sum weighted by position."""
     data = _as_bytes(tensor)
     tail = data.numel() % 8
+    # Copied, because a view of 8 bytes each must begin at a multiple of 8.
     words = data[: data.numel() - tail].clone().view(torch.int64)
     rest = data[data.numel() - tail :].to(torch.int64)
     words = torch.cat([words, rest]) if tail else words

@@ -139,6 +139,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
             tensors = [tensor for _, tensor in (*named, *(buffers if sync_buffers_now else []))]
             self._copy_from(0, tensors, "Copying rank 0's model")
         else:
+            # Otherwise the copy has chosen the transport, which all ranks do at one point.
             self._transport.get()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

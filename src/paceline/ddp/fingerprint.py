@@ -35,6 +35,7 @@ DIGITS, DIGIT_BITS = 6, 6
 LARGEST_SIZE = 4096
 LENGTH = 1 + 2 * DIGITS
 """Numbers in a trailer: how many ranks sent a fingerprint, the digits, and their squares."""
+# A prime: hashes of several chunks are the digits of a number to this base.
 _MIX = 1_000_003
 _PER_TENSOR_BYTES = 16_384
 """What a tensor costs besides its bytes, in bytes hashed in that time."""
@@ -44,6 +45,7 @@ _MOST_BYTES = 2**22
 """Of an input: the first rows tell."""
 _MOST_PARTS, _MOST_DEPTH = 2**11, 6
 """Of a dataset's attributes."""
+# Knuth's multiplier for 64 bits: it is odd, so no bit of what it is multiplied with is lost.
 _WIDE_MIX = 0x5851F42D4C957F2D
 
 Piece = tuple[ParamRef, int, int]
@@ -115,6 +117,7 @@ class Fingerprint:
         words = data.view(torch.int32)
         weights = self._weights.get(words.device)
         if weights is None:
+            # On the host, and moved: the same numbers on every rank, whatever its device.
             generator = torch.Generator().manual_seed(0)
             weights = torch.randint(2**31, (self._chunk_bytes // 4,), generator=generator)
             weights = self._weights[words.device] = (weights.to(torch.int32) | 1).to(words.device)
@@ -277,4 +280,5 @@ def _hash_dataset(dataset: Any) -> int | None:
         add(dataset, 0)
     except Exception:  # it is the user's, and may be anything
         return None
+    # So many bytes are a positive number of 64 bits.
     return None if dataset is None else int.from_bytes(hashed.digest()[:7])

@@ -289,6 +289,7 @@ class OrderedSums:
             if not any(_is_in(parent, each) for each in branches_of(rank, size, self.shards)):
                 break
             neighbour = depth, residue ^ 2 ** (depth - 1)
+            # Without a neighbour the branch is all there is of its parent.
             if max(residue, neighbour[1]) < self.shards:
                 other = self._have.pop(neighbour, None)
                 if other is None:

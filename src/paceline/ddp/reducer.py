@@ -298,6 +298,7 @@ class Reducer(BackwardFollower, TorchReducer):
 
     def _start(self, number: int, bucket: Bucket, places: Buckets) -> Reduction:
         if self._hook is not None and bucket.plan.slots:
+            # The last bucket of all has only the trailer, which no hook sees.
             return HookCall(*self._hook, bucket, number, last=len(self._layout.buckets) - 2)
         return places.start(number, bucket.buffer, self.weight.value, self._describe(number))
 
@@ -324,6 +325,7 @@ class Reducer(BackwardFollower, TorchReducer):
                 self._refuse_misuse(current)
             early = current.early = len(current.in_flight)
             if not is_first and early + 1 < len(current.missing) and current.missing[early] <= 0:
+                # Full, and not started: another gradient than the awaited one came last.
                 self._layout.expect(self._layout.indices(current.arrived))
             while len(current.in_flight) < len(self._layout.buckets):
                 self._start_next(current)
@@ -415,7 +417,7 @@ class Reducer(BackwardFollower, TorchReducer):
             agreed = torch.tensor(order, device=self._layout.buckets[-1].plan.device)
             transport, what = self._transport.get(), f"Step {self.steps}: ordering the buckets"
             if (meet := getattr(transport, "meet", None)) is not None:
-                meet(what)
+                meet(what)  # notices a stopped rank, for which a broadcast waits
             broadcast(self.membership.group, agreed, 0, what)
             self._layout.messages_are_cheap = getattr(transport, "has_cheap_messages", False)
             if self._layout.lay_out(agreed.tolist()):

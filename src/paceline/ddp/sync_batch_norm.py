@@ -221,6 +221,7 @@ def _reduce_moments(
     all_reduce(group, message, what)
     count = message[-1]
     moments = (message[:-1] / (count if rows > 0 else count.clamp(min=1))).view(2, channels)
+    # A difference of large numbers, which rounding may leave below zero.
     moments[1].addcmul_(moments[0], moments[0], value=-1).clamp_(min=0)
     mean, variance = moments.to(wide)
     return mean, variance, count

@@ -151,6 +151,7 @@ class Agreement:
 
     def _label(self, step: int) -> float:
         """Which model and which step this is, as a number small enough to be summed exactly."""
+        # At most 4,096: in float32 the sum over `LARGEST_SIZE` ranks is exact.
         return float(1 + self.identity % 64 * 64 + step % 64)
 
     def read(self, words: Tensor, step: int, *, waits: bool) -> tuple[Tensor | float, bool]:
@@ -202,6 +203,8 @@ class Agreement:
     ) -> None:
         """Raise if the words, which are those of `late` steps ago, do not fit together."""
         does_not_fit = aborts or labels != self._label(step) * self._size or (weighed and plain)
+        # Where NCCL has lost a peer, its sums end with anything in memory: nobody has sent such
+        # words.
         if does_not_fit and runs_ahead(device):
             refuse_lost(self._membership.group, f"Step {step}: the sum of the trailer")
         if aborts:

@@ -79,6 +79,8 @@ def average_unfrozen(
         assert param is not None  # it required a gradient a moment ago
         flat = torch.zeros(param.numel() + 1, dtype=param.dtype, device=param.device)
         if param.grad is not None:
+            # Divided as in buckets, which is what `factor` starts from; the last element counts who
+            # has one.
             flat[:-1] = param.grad.to_dense().reshape(-1) / group.size()
             flat[-1] = 1
         all_reduce(group, flat, f"Step {step}: the sum of the gradient of {ref.name!r}")

@@ -89,6 +89,8 @@ class LossWeight:
         self._zeros.clear()
         for param in params:
             grad, is_first = param.grad, param is first
+            # This backward has written to the gradient of `first` once: compared is what was
+            # before.
             now = (id(grad), -1 if grad is None else grad._version - is_first)
             noted = self._accumulated.get(id(param))
             if noted == now:
