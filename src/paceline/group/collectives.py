@@ -33,6 +33,7 @@ from paceline.torch_private import PrefixStore, gloo_like, has_cpu_backend
 Group = Any
 """A `torch.distributed.ProcessGroup`, whose methods torch does not type."""
 
+# Another rank says how long its message is: bounded before memory is taken for it.
 EXCHANGE_LIMIT_BYTES = 64 * 2**20
 _HEAD_BYTES = 1024
 
@@ -82,6 +83,7 @@ class Pending:
                     _under_way.discard(self)
                     self._work.wait()
                     return
+            # Not at once after the abort: for one more glance its own error may come.
             if was_aborted:
                 raise RuntimeError("it was aborted")
             was_aborted = is_aborted()
@@ -253,6 +255,7 @@ def gloo_subgroup(group: Group, ranks: Sequence[int], name: str) -> Any:
     It has the collectives of a group, but torch does not know it.
     """
     store = PrefixStore(f"paceline/{name}", group.get_group_store())
+    # With those of the group: when they are shut, a wait in here ends as well.
     with CONNECTIONS.recorded(is_more=True):
         return gloo_like(group, store, ranks.index(group.rank()), len(ranks))
 
@@ -305,6 +308,7 @@ def explain_failure(group: Group, what: str, error: BaseException) -> PeerError:
     one at fault, and not named at all where another has raised an error of its own.
     """
     rank, size = group.rank(), group.size()
+    # Before others' words are read: of two that fail together each must see that the other waits.
     post_last_words(group, what, kind="waiting")
     others = [other for other in range(size) if other != rank]
     deadline = time.monotonic() + _words_patience_s[0]

@@ -97,6 +97,7 @@ class DeviceWaits:
                 reason = "a connection was lost"
                 break
             with self._lock:
+                # Under the lock: a note meanwhile would rely on this thread, which is about to end.
                 if self._event.query():
                     self._is_watched = False
                     return
@@ -112,6 +113,7 @@ class DeviceWaits:
         with self._lock:
             assert self._newest is not None
             group, what = self._newest
+        # Before the abort: whoever that releases must find the error.
         self.error = self._explain(group, what, RuntimeError(reason))
         self._abort()
 

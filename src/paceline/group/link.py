@@ -78,7 +78,7 @@ def receive(line: socket.socket) -> dict[str, Any] | None:
         return None
     for number in files:
         with open(number, "rb") as file:
-            file.seek(0)
+            file.seek(0)  # a descriptor that is sent shares its position
             data = file.read()
     return json.loads(data) if data else None
 
@@ -147,7 +147,7 @@ class Link:
         self.ledger = ledger
         self.facts = facts or {}
         """Of the run that a replacement joins."""
-        self.facts.pop("grows", None)
+        self.facts.pop("grows", None)  # said to the launcher alone
         self.backend = str(self.facts.pop("backend", ""))
         """Of its group."""
         self.began: tuple[int, float] | None = self.facts.pop("began", None)

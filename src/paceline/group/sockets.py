@@ -68,6 +68,7 @@ def is_served(host: str, port: int, timeout_s: float = 1.0) -> bool:
             # Where nobody listens, a socket can be given the very port it wants to reach.
             met_itself = found.getsockname() == found.getpeername()
             if met_itself:
+                # Reset instead of closed, or the port would stay taken for a minute.
                 found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             return not met_itself
     except ConnectionRefusedError:
@@ -106,6 +107,7 @@ def find_peer_user(connection: socket.socket) -> int | None:
     near, far = connection.getsockname(), connection.getpeername()
     family, hosts = connection.family, [each[0].partition("%")[0] for each in (far, near)]
     addresses = [socket.inet_pton(family, host).ljust(16, b"\0") for host in hosts]
+    # A struct inet_diag_req_v2: for the socket whose own address is the far one, in any state.
     wanted = struct.pack("=BBBBI", family, socket.IPPROTO_TCP, 0, 0, 0xFFFFFFFF)
     wanted += struct.pack(">HH", far[1], near[1]) + b"".join(addresses) + bytes(4) + b"\xff" * 8
     head = struct.pack("=IHHII", 16 + len(wanted), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 0, 0)
@@ -117,6 +119,7 @@ def find_peer_user(connection: socket.socket) -> int | None:
         return None
     if struct.unpack_from("=H", found, 4)[0] != _SOCK_DIAG_BY_FAMILY:  # there is no such socket
         return -1 if ipaddress.ip_address(far[0]).is_loopback else None
+    # Behind a head of 16 bytes and 64 of the message; what no process holds any more has no inode.
     user, inode = struct.unpack_from("=II", found, 80)
     return user if inode else -1
 
@@ -127,6 +130,7 @@ def _address_of(interface: str, any_socket: socket.socket) -> str:
         found = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
     except OSError:
         return ""
+    # A struct ifreq: 16 bytes of name, then a socket address with family and port first.
     return socket.inet_ntoa(found[20:24])
 
 
@@ -421,7 +425,7 @@ class StoreClient:
             if connection is None:
                 connection, _ = call(self.place, self._key)
                 self._threads.connection = connection
-            connection.settimeout(max(timeout_s, 1e-3))
+            connection.settimeout(max(timeout_s, 1e-3))  # 0 would mean not to wait
             connection.sendall(request)
             yield connection
         except BaseException as error:  # also an interrupt, which leaves the answer unread

@@ -145,6 +145,7 @@ class BridgedBuckets(SharedBuckets):
 
     def begin(self, number: int, buffer: Tensor, work: Work, what: str) -> SharedSum:
         if self.position == 0:
+            # Before it begins, which may find it summed already and send it.
             self._unsent.append((number, what))
         return super().begin(number, buffer, work, what)
 

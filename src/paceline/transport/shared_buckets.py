@@ -118,6 +118,8 @@ class SharedBuckets:
         is_private = buffer.data_ptr() != self._addresses[number]
         if is_private:
             self.spare(number).copy_(buffer)
+        # Written last: others read the bucket as soon as they see it. The lowest bit says in which
+        # memory it lies.
         self.words[self.ready[self.position] + number] = 2 * turn + is_private
         self._started.append((number, work))
         try:
@@ -364,6 +366,7 @@ class Peers:
         self._timeout_s = group_timeout_s(group) or DEFAULT_TIMEOUT_S
         self._pid_by_rank = dict(zip(ranks, pids, strict=True))
         others = sorted({pid for pid in pids if pid != os.getpid()})
+        # Opened while they live: later the number may be another process's.
         self._watched = {os.pidfd_open(pid): pid for pid in others}
         self._poll = select.poll()
         for descriptor in self._watched:
@@ -422,6 +425,7 @@ class Peers:
             if not reason and waited_s > words_at_s:
                 words_at_s = waited_s + WORDS_EVERY_S
                 reason = "it left word" if have_left(self.group, late) else ""
+            # What is waited for may have come before its rank went.
             if reason and not is_done():
                 raise self._explain(what, reason, missing())
 
