@@ -127,6 +127,8 @@ class Channel:
                     connection.shutdown(socket.SHUT_WR)
                 is_shut = True
             left_s = deadline_s - time.monotonic()
+            # What comes is read to the end: closed with something unread, a connection is reset,
+            # and what was just sent may be lost.
             if left_s <= 0 or self._read():
                 break
             select.select([connection], [] if is_shut else [connection], [], left_s)

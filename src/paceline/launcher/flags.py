@@ -438,7 +438,7 @@ class LaunchOptions:
             return "", 0  # one machine need not meet anybody
         host, port = self.rdzv_endpoint or (self.master_addr.strip("[]"), self.master_port)
         if port is None:
-            port = 29400 if self.rdzv_backend == "c10d" else 29500
+            port = 29400 if self.rdzv_backend == "c10d" else 29500  # torchrun's
             port = 0 if self.is_single_node and self.rdzv_endpoint is None else port
         return host, port
 

@@ -253,6 +253,7 @@ class Generations(Workers):
                     self._end(StopReason.of(end))
 
     def close_worker_channel(self, worker: int) -> dict[str, Any]:
+        # What other machines have said before this death decides about it as well.
         for machine in list(self.channels):
             self.on_channel(machine)
         return super().close_worker_channel(worker)
@@ -314,6 +315,7 @@ class Generations(Workers):
     def _inherit(self, worker: int, ledger: dict[str, Any]) -> None:
         """Keep what a worker leaves behind for the others."""
         self._broken_s = time.monotonic()
+        # What it had inherited itself is in its ledger.
         for name in ledger.get("taken", ()):
             self._left.pop(name, None)
         self._ledgers += 1
@@ -331,6 +333,7 @@ class Generations(Workers):
     def take_starts(self) -> list[int]:
         now_s = time.monotonic()
         self._judge_early()
+        # A group that broke with a death is not formed anew before that is judged.
         orders = [] if self._early else self.roster.on_time(now_s)
         if orders and not self._leavers and self.roster.fruitless < 2:
             self.say("workers have lost their connection to each other; they form a new group.")

@@ -256,6 +256,7 @@ class Archipelago:
 
     def _devices(self, number: int) -> dict[str, str]:
         """Its own GPUs for each island, where there are enough of them."""
+        # Looked for first: to ask torch for them takes seconds.
         if not glob.glob("/dev/nvidia[0-9]*"):
             return {}
         gpus = find_gpus(os.environ)

@@ -27,6 +27,7 @@ class Lines:
         lines = [text for text in map(self._finish, whole) if text is not None]
         visible = _last_rewrite(self.rest)
         if b"\r" in self.rest:
+            # Only the last rewrite is kept; the return in front says that the next one replaces it.
             self.rest = b"\r" + visible
         if len(self.rest) > MAX_LINE_BYTES:
             lines.append(visible)

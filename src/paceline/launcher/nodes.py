@@ -40,6 +40,7 @@ from paceline.launcher.roster import FORMING_S, Roster
 from paceline.launcher.run import LocalRun
 from paceline.launcher.store import StoreServer
 
+# Both are torchrun's.
 JOIN_TIMEOUT_S = 600.0
 LAST_CALL_S = 30.0
 LEAD = -1
@@ -181,6 +182,7 @@ class Rendezvous:
         """Wait until every machine is ready for the next attempt; the place of our first worker."""
         self.deadline_s = time.monotonic() + self.join_timeout_s
         if self.server is not None:
+            # Some may have said so while workers of the last attempt still ran here.
             ready = self.workers.reached["ready"] if self.workers is not None else set()
 
             def missing() -> str:

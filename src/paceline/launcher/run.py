@@ -135,6 +135,7 @@ class LocalRun:
     def __init__(self, options: LaunchOptions, stack: ExitStack) -> None:
         self.options, self.stack = options, stack
         self.local_size = count_workers(options.nproc_per_node)
+        # Machines that are given no name for the run use the same one: torchrun's.
         unnamed = secrets.token_hex(8) if options.is_single_node else "none"
         self.run_id = options.rdzv_id or unnamed
         self.folder = self.private = stack.enter_context(private_folder())

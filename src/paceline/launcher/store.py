@@ -344,6 +344,7 @@ class StoreServer:
                 wanted = yield from read_value()
                 if space.values.get(key, b"") == expected:
                     self._set(caller, key, wanted)
+                # Where there is no such key torch's server answers with what was expected.
                 return pack_text(space.values.get(key, expected))
             case Query.GET:
                 return pack_text(space.values.get((yield from read_key()), b""))

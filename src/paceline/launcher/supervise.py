@@ -444,7 +444,7 @@ class Supervisor:
             if not worker.failed_ns:  # one that has failed ends by itself
                 # Those who train have heard it, and end their loaders, which a signal would reach.
                 worker.send(number if self._stops or not self._trains(worker.rank) else 0)
-                worker.send(signal.SIGCONT)
+                worker.send(signal.SIGCONT)  # a stopped one handles no signal
         self._after(self._shutdown_timeout_s(), "kill", self.kill_all)
 
     def _trains(self, rank: int) -> bool:

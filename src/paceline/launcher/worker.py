@@ -103,6 +103,7 @@ def main(arguments: list[str]) -> int:
     for fd in instructions.fds:
         os.set_inheritable(fd, False)
     if instructions.survival:
+        # Processes that it starts inherit the variable, but not the descriptors.
         survival = {"pid": os.getpid(), **instructions.survival}
         os.environ["PACELINE_SURVIVAL"] = json.dumps(survival)
     if instructions.kind == "program":

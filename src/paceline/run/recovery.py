@@ -279,6 +279,7 @@ class Survival(Recovery):
         self.must_go_back = healing.heal(self.member, inherited, has_lost_state=has_lost_state)
         self._has_led = self._parts.place.membership.leads
         self.member.taken |= set(inherited)
+        # Before the launcher hears whose ledgers are taken, and forgets them.
         self.write_ledger()
         return self.must_go_back
 
