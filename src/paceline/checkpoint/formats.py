@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _OLD_STREAMS = 5
 MAX_INSTRUCTION_BYTES = 64 * 2**20
+# The 64-bit end record, its locator, and the end record.
 _ZIP_ENDS_BYTES = 56 + 20 + 22
 _BYTES_CODECS = ("base64", "bz2", "hex", "quopri", "quotedprintable", "uu", "zip", "zlib")
 """Encodings from bytes to bytes, which can be repeated, by their names in Python."""
@@ -264,6 +265,7 @@ def _check_zip_end(file: io.BufferedIOBase, size: int) -> None:
     ends = file.read()
     if ends[-22:-18] != b"PK\5\6":
         raise ValueError("it does not end as an archive does")
+    # The size of the directory; all ones where the 64-bit record has it instead.
     stated = int.from_bytes(ends[-10:-6], "little")
     if stated == 2**32 - 1 and ends[:4] == b"PK\6\6":
         stated = int.from_bytes(ends[40:48], "little")

@@ -40,6 +40,7 @@ from paceline.telemetry import Written, count_text
 from paceline.torch_private import foreach_copy_
 
 LARGEST_STEP = 10**15 - 1
+# Of the thread that hashes and writes: it gives way to those that train.
 _NICENESS = 10
 
 
@@ -277,6 +278,7 @@ class Staging:
         if plan.tensors:
             foreach_copy_(self._slots, plan.tensors, non_blocking=self._buffer.is_pinned())
         for device in {each.device for each in plan.tensors if runs_ahead(each.device)}:
+            # Copies into pinned memory are only queued, and training changes the originals next.
             torch.get_device_module(device).current_stream(device).synchronize()
         return memory_of(self._buffer)[: plan.total_bytes]
 

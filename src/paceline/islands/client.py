@@ -132,6 +132,8 @@ class Presence:
             connection = connect(self._place.address)
             self._connection = connection
             send(connection, {"ask": "be", "island": self._place.number})
+            # Answered when it is counted: a request to join is refused to an island without a
+            # presence.
             receive(connection, make_room)
 
     def close(self) -> None:

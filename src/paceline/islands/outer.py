@@ -92,6 +92,7 @@ class Fragment:
             for weight, move in zip(weights, moves, strict=True):
                 average.add_(move, alpha=weight / total)
             if self.rest is not None:
+                # Before the anchor moves, from which the difference is taken.
                 self.rest[piece] = self._difference(piece).sub_(moves[own])
             distances = [(move - average).square_().sum() for move in moves]
             apart.append(torch.stack(distances).mean())

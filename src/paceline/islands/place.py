@@ -39,6 +39,7 @@ class IslandPlace:
 
     def seed(self, seed: int) -> int:
         """The seed of random numbers in steps: different on each island, `seed` on the first."""
+        # 2^64 divided by the golden ratio: far from any seed that a user would take next.
         return (seed + self.number * 0x9E3779B97F4A7C15) % 2**63 if self.number else seed
 
 

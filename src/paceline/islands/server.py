@@ -26,6 +26,7 @@ from paceline.islands.wire import Room, admit, keep_alive, make_room, receive, s
 START_S = 600.0
 """How long the first island waits for the others to begin."""
 _PROOF_S = 5.0
+# A request whose connection broke comes again: its round may be over by then.
 _KEPT_ROUNDS = 2
 
 Answer = tuple[Any, ...]

@@ -169,6 +169,7 @@ class ExchangedStep(ABC):
             for group, params in zip(self.optimizer.param_groups, self._outside, strict=True):
                 group["params"] = params
             self._outside = None
+            # These may be views of buckets, and keep those from using their memory again.
             self._shares.drop_grads()
         self.optimizer.state = self._shares.states
 

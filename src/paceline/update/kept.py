@@ -126,6 +126,7 @@ class KeptState:
 
     def hold(self, lots: Sequence[Sequence[tuple[Piece, State]]]) -> None:
         """From now on these pieces are stepped: keep their state."""
+        # First: whoever reads this rank's state from here on finds it half written.
         self._note(_IS_WHOLE, 0)
         self.lots = [[piece for piece, _ in several] for several in lots]
         self._states = [state for several in lots for _, state in several]
@@ -168,6 +169,7 @@ class KeptState:
 
     def begin(self) -> None:
         now, before = (self._numbers(self._rank, when) for when in (0, 1))
+        # Before the turn is noted: from then on these are read where a lot is torn.
         before.copy_(now)
         self._note(_PROGRESS, (self.turn + 1) * _TURN)
 
@@ -175,6 +177,7 @@ class KeptState:
         """The pieces of this lot are about to be stepped."""
         if lot in self._copied:
             live, copies = self._copied[lot]
+            # Noted below when it is complete: only then may the lot be stepped where it lies.
             foreach_copy_(copies, live)
         self._note(_COPIED, (self.turn + 1) * _TURN + lot + 1)
 

@@ -105,6 +105,7 @@ class KeptShares(ElementShares):
                 peers, has_left = self._places.peers, self._places.has_left
                 peers.wait(lambda: not kept.outside(), kept.outside, has_left, what)
         except PeerError:
+            # If all are in, the step goes on: whoever is left finishes that of the dead.
             if kept.outside():
                 kept.leave()
                 raise
@@ -147,6 +148,7 @@ class KeptShares(ElementShares):
                 piece = piece_at(each.flat, flat.slots, each.start, each.stop)
                 owner = rank if each.is_stepped else self.rank
                 values = places.bucket(owner, each.flat, is_spare=False)[each.start : each.stop]
+                # Copied, because others read the same memory and step the piece as well.
                 own = self._take(piece, values.clone() if is_late else values)
                 states[own.tensor] = {key: value.clone() for key, value in each.state.items()}
                 mine.append(own)

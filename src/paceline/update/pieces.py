@@ -79,6 +79,7 @@ class Pieces(Shares):
             flat = in_memory_order(param, self._layouts[number])
             grad = None if param.grad is None else in_memory_order(param.grad, dense_layout(param))
             for piece, tensor in self._cut[number]:
+                # The parameter may have been given other memory since.
                 if tensor.data_ptr() != flat.data_ptr() + piece.start * flat.element_size():
                     tensor.data = flat[piece.start : piece.stop]
                 tensor.grad = None if grad is None else grad[piece.start : piece.stop]
