@@ -96,6 +96,7 @@ def _hash(numbers: Tensor, key: int) -> Tensor:
 
     Products overflow, and shifts keep the sign: neither has to be invertible.
     """
+    # As an unsigned number, 2^64 divided by the golden ratio: it spreads neighbours far apart.
     mixed = (numbers ^ key).mul_(-0x61C8864680B583EB)
     return mixed.bitwise_xor_(mixed >> 32).mul_(-0x4B47D0C5AD9F1D3B).bitwise_right_shift_(33)
 
@@ -270,6 +271,7 @@ def check_batch(global_batch: int, shards: int) -> None:
 
 
 def seed_globals(seed: int) -> None:
+    # Not torch.manual_seed(), which seeds every device as well.
     torch.default_generator.manual_seed(seed)
     random.seed(seed)
     if (numpy := _numpy_random()) is not None:

@@ -61,7 +61,7 @@ def find_device(entry: Device, what: str) -> ReplicaDevice:
     try:
         device = torch.device(f"{kind}:{entry}" if isinstance(entry, int) else entry)
     except (RuntimeError, TypeError):
-        device = torch.device("meta")
+        device = torch.device("meta")  # which is refused below
     if device.type == "cpu":
         return ReplicaDevice(f"cpu:{device.index or 0}", torch.device("cpu"))
     is_current = device.type == kind and device.index is None

@@ -81,6 +81,7 @@ class ParallelApply:
             self.pool.run([partial(run_group, own) if own else None for own in used])
         if not errors:
             return [results[number] for number in replicas]
+        # A replica that missed another one has failed because of that one's error.
         error = errors[min(errors, key=lambda n: (isinstance(errors[n], AbsentError), n))]
         try:
             raise error

@@ -162,6 +162,7 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, copies: list[Tensor], *params: Tensor) -> tuple[Tensor, ...]:
+        # A parameter that no replica has used keeps no gradient, instead of zeros.
         ctx.set_materialize_grads(False)
         ctx.home, ctx.count = params[0].device, len(params)
         learns = ctx.needs_input_grad[1:] * (len(copies) // len(params))

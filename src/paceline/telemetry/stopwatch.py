@@ -37,7 +37,7 @@ from paceline.torch_private import at_backward_end
 KEPT_STEPS = 1000
 """The most steps that are kept; older ones have been compared long ago."""
 _CPU = torch.device("cpu")
-_PENDING_LIMIT = 4096
+_PENDING_LIMIT = 4096  # where the device passes none of them any more
 _RESOLVE_PERIOD = 64
 
 
