@@ -154,7 +154,6 @@ class StoreServer:
 
     def close(self) -> None:
         if self._thread is not None:
-            self._do(self._tasks.clear)
             self._wake_writer.send(b"!")  # its end might be held open by a fork
             self._thread.join()
             for each in (self._wake_writer, self._wake_reader, self._selector):
