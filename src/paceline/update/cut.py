@@ -158,6 +158,7 @@ def cut_state(piece: Piece, wholes: Sequence[State], layouts: Sequence[Layout]) 
     found: State = {}
     for key, value in wholes[0].items():
         if not is_cut(key, value, layouts[0][0]):
+            # A copy for each piece: torch counts steps in place.
             found[key] = value.clone() if isinstance(value, Tensor) else value
             continue
         found[key] = cut = value.new_zeros(piece.stop - piece.start)
@@ -210,5 +211,6 @@ def value_of(words: Sequence[Any], like: Tensor) -> Any:
     if words[0] == "plain":
         return words[1]
     _, dtype, shape, number, device = words
+    # torch may keep counts of steps on the CPU, wherever the parameter is.
     where = like.device if device != "cpu" else torch.device("cpu")
     return torch.full(shape, number, dtype=getattr(torch, dtype), device=where)

@@ -133,6 +133,7 @@ class ExchangedStep(ABC):
         return optimizer
 
     def _before_step(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # torch calls no hook after a step that has raised.
         self.put_back()
         if not self.exchanges():
             return None

@@ -146,6 +146,7 @@ class KeptShares(ElementShares):
             for each in found:
                 flat = self.flats[each.flat]
                 piece = piece_at(each.flat, flat.slots, each.start, each.stop)
+                # What the dead were about to step may be half written there; here it is as before.
                 owner = rank if each.is_stepped else self.rank
                 values = places.bucket(owner, each.flat, is_spare=False)[each.start : each.stop]
                 # Copied, because others read the same memory and step the piece as well.

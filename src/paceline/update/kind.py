@@ -53,6 +53,7 @@ def load_state(part: Any, state: Any) -> None:
         name
         for param, values in zip(params, saved, strict=True)
         for name, value in values.items()
+        # torch leaves `step` alone, and without dimensions everything looks like a number.
         if name != "step" and isinstance(value, Tensor) and value.dim() == 0 < param.dim()
     }
     for param, values in zip(params, saved, strict=True):

@@ -97,6 +97,7 @@ class Pieces(Shares):
                 tensor.grad = None
 
     def gather(self) -> None:
+        # Pieces have the memory of a parameter, but not its version, which autograd looks at.
         increment_version(list(self._params.values()))
 
     def collect(self, *, keeps: bool = True) -> States:

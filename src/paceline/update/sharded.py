@@ -60,12 +60,14 @@ def shard_update(
         _refuse_misuse(model, optimizer)
         kind = find_kind(optimizer, elementwise)
     except PacelineError as error:
+        # Told to the others below, instead of leaving them to wait for this rank's word.
         problem = error
     if reducer.size > 1:
         _refuse_differences(model, optimizer, problem)
     elif problem is not None:
         raise problem
     reducer.align()
+    # The optimizer keeps it alive by its hooks: it is gone as soon as the optimizer is.
     _sharded_updates[reducer] = weakref.ref(ShardedUpdate(reducer, optimizer, kind))
 
 
@@ -100,6 +102,7 @@ class ShardedUpdate(ExchangedStep):
                 raise
 
     def rescue(self) -> None:
+        # The step may have been left between its hooks.
         self.put_back()
         self._rescue(None)
 

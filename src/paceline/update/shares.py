@@ -259,6 +259,7 @@ class ElementShares(FlatShares):
                 own = self._take(piece)
                 mine.append(own)
                 params = [self.named[part.param][1] for part in piece.parts]
+                # Only parameters whose states are alike share a piece: all have one, or none has.
                 if states.get(params[0]):
                     layouts = [self._layouts[part.param] for part in piece.parts]
                     cut[own.tensor] = cut_state(piece, [states[p] for p in params], layouts)
@@ -354,11 +355,13 @@ class ElementShares(FlatShares):
                 for key, each in words_by_param.get(slot.param, {}).items()
                 if each[0] == "cut"
             }
+            # Sorted, because all ranks gather in one order, and a set has none.
             for key, dtype in sorted(found):
                 buffer = self._gather_state(number, key, getattr(torch, dtype))
                 for slot, layout in zip(flat.slots, flat.layouts, strict=True):
                     words = words_by_param.get(slot.param, {})
                     if keeps and words.get(key) == ["cut", dtype]:
+                        # Cloned: a view would keep all of the buffer, and be saved with it.
                         part = buffer[slot.start : slot.stop].as_strided(*layout)
                         whole[self.named[slot.param][1]][key] = part.clone()
         return whole if keeps else {}
