@@ -202,6 +202,7 @@ class ResumableSampler(Sampler[T], ABC):
         current = self._current_pass()
         taken = current.drawn if current.trained is None else current.trained
         total = self._total_or_none()
+        # A last round that is filled, or left out, would not add up to the total.
         if current.is_exhausted and taken == current.drawn and total is not None:
             return total
         position = current.start + taken * self._stride

@@ -65,6 +65,7 @@ class Lanes:
             last = 0 if self.drop_last else len(range(shard, rest, self.shards))
             for lane in range(self.lanes):
                 steps = len(range(lane, whole, self.lanes))
+                # The short batch at the end is the next one of the lane whose turn it is.
                 lengths.append(steps * self.share(shard) + last * (whole % self.lanes == lane))
         return [0, *accumulate(lengths)]
 
@@ -116,6 +117,7 @@ class EpochOfFiles:
                 parts.append(torch.arange(part.start, part.stop))
             begin = part.stop
         row = torch.cat(parts)
+        # From the right, because an empty file begins where the next one does.
         return row + self._shifts[torch.searchsorted(self._starts, row, right=True) - 1]
 
     def _shuffled(self, lane: int, window: range) -> KeyedOrder:

@@ -86,6 +86,7 @@ class KeyedOrder:
     def _shuffle(self, numbers: Tensor) -> Tensor:
         left, right = numbers % self._left, numbers // self._left
         for even, odd in zip(self._keys[::2], self._keys[1::2], strict=True):
+            # A hash may be negative; torch's remainder is not, with a positive divisor.
             left = left.add_(_hash(right, even)).remainder_(self._left)
             right = right.add_(_hash(left, odd)).remainder_(self._right)
         return right.mul_(self._left).add_(left)
@@ -308,6 +309,7 @@ class Generators:
                 self._of_device.manual_seed(value)
         random.seed(value)
         if (numpy := _numpy_random()) is not None:
+            # NumPy takes a seed in numbers of 32 bits.
             numpy.seed([value & 0xFFFFFFFF, value >> 32])
 
     def were_used(self, seed: int, purpose: str, *numbers: int) -> bool:
@@ -359,6 +361,7 @@ def seed_everything(seed: int) -> None:
     else that is drawn before the run, are a function of the seed. `Run(seed=)` seeds only the run.
     """
     check_seed(seed)
+    # If it was imported later it would not be seeded.
     with suppress(ImportError):
         import_module("numpy")
     torch.manual_seed(seed)

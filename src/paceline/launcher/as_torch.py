@@ -73,6 +73,7 @@ def prepare_spawning(store_port: int, as_torch: bool) -> None:
 
     def get_command_line(**kwargs: Any) -> list[str]:
         command = original(**kwargs)
+        # A frozen program is started again without any code to run.
         if "-c" in command[:-1]:
             at = command.index("-c") + 1
             command[at] = prefix + command[at]

@@ -85,6 +85,7 @@ class Follower(Workers):
             case {"said": "finished", "is_left": is_left}:
                 self._finished.add(worker)
                 self._leavers += [worker] if is_left else []
+        # The lead decides by it at once, and its copy may be as old as `BEAT_S`.
         if message["said"] in ("joined", "left", "finished"):
             message["ledger"] = self.worker_channels[worker].ledger.read()
         self._report(**message, worker=worker)

@@ -253,6 +253,7 @@ class Rendezvous:
 
     def _join(self, local_size: int) -> None:
         """As another machine than the lead: connect with it, and get a number."""
+        # By it the lead knows this launcher again when it connects anew.
         name = secrets.token_bytes(NONCE_BYTES)
         connector = self.connector = Connector(self.endpoint, self.key, name)
         self.channels[LEAD] = Channel(connector, is_lead=False)

@@ -166,6 +166,7 @@ class Roster:
         """A member has the group, and the state, of a generation."""
         place = self._workers[worker]
         place.joined, place.failed_starts = generation, 0
+        # The word may come too late: a newer generation is announced already, perhaps without it.
         if worker in self.members and generation == self.generation:
             place.is_new = False
         return self._invite()
@@ -393,6 +394,7 @@ class Roster:
     def _lose(self, rest: tuple[int, ...]) -> list[Order]:
         self.fruitless, self._why_by_worker = 0, {}
         if rest[:1] != self.members[:1]:
+            # Rank 0 is gone. The sort is stable, so the others stay oldest first.
             rest = tuple(sorted(rest, key=lambda worker: self.machine_of(worker) != self.here))
         self.members = rest
         if all(self._workers[worker].is_new for worker in rest):  # newcomers know nothing yet

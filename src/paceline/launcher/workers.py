@@ -155,6 +155,7 @@ class Workers:
         self._finished.discard(worker)
         self._left_early.discard(worker)
         if self.is_on:
+            # The first message on it, which a replacement receives before anything else.
             send(channel.socket, self.facts)
         return channel
 
