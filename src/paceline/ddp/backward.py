@@ -269,6 +269,7 @@ class BackwardFollower:
     @outside_graphs
     def _on_end(self, ended: Backward) -> None:
         self.unmarked_wish = None
+        # Whatever fails below, the next backward is to find hooks that call Python.
         self.arrivals.rest()
         try:
             # All its gradients were noted without Python: none of them was an awaited one.

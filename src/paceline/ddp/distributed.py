@@ -299,6 +299,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone
         mine = self.__getstate__()
+        # Process groups cannot be copied, and a transport among the options may hold one.
         shared = {"membership": self.membership, "_ddp_options": mine.pop("_ddp_options")}
         clone.__dict__ |= {**copy.deepcopy(mine, memo), **shared}
         clone._build_transport()

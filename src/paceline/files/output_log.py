@@ -52,6 +52,7 @@ class OutputLog:
 
     def flush(self) -> None:
         """Write the waiting lines, if the folder is known."""
+        # As long as the folder is unknown, every line would look for it.
         self._find_due_s = time.monotonic() + 1.0
         with suppress(OSError):
             if self._file < 0 and (path := self._find_folder()):

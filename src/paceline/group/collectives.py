@@ -104,7 +104,7 @@ _under_way: set[Pending] = set()
 _LOOK_S = 50e-6
 _GLANCE = timedelta(seconds=0.25)
 _END_S = 0.5
-_LOST_S = 1.0
+_LOST_S = 1.0  # for the last words of a rank, or the error of a wait, to show
 
 
 def refuse_aborted(is_aborted: Callable[[], bool]) -> None:

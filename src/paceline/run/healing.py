@@ -112,6 +112,7 @@ def compare(standings: Sequence[Standing]) -> Verdict:
         is_whole=bool(whole),
         behind=frozenset(behind),
         joined=[each.worker for each in standings if each.step < 0],
+        # Said in the same order everywhere: the longest list contains the others.
         results=max((each.results for each in furthest), key=len),
         epochs=furthest[0].epochs,
         saved=next((each.saved for each in standings if each.saved is not None), None),
@@ -162,6 +163,7 @@ class Healing:
         parts = self._parts
         training, outlets = parts.training, parts.outlets
         buffers = training.buffers
+        # First: it may decide whether this worker has all of the optimizer's state.
         training.state.rescue()
         return Standing(
             worker=parts.place.world.rank,
@@ -239,6 +241,7 @@ class Healing:
         """Add what the dead had computed of this epoch to what this worker has."""
         metrics, sinks = self._parts.outlets.metrics, self._parts.outlets.sinks
         for ledger in inherited.values():
+            # Of an epoch that is over: all have exchanged its sums.
             if ledger.get("epoch") != metrics.epochs:
                 continue
             if ledger["sums"] is None:

@@ -325,7 +325,7 @@ class Run:
             reason = "this worker was asked to leave; the others continue"
             return End("stopped", reason), number
         if number >= stop.BY_SCRIPT and self.step == self.steps:
-            number = 0
+            number = 0  # nothing was left out
         match number:
             case 0:
                 return End("finished", ALL_APPLIED), 0

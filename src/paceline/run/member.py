@@ -180,6 +180,7 @@ class Member:
             self._membership.leave()
             self._groups.leave()
             generation = self._wait_for_newer()
+            # Before it is formed: only one that is newer still breaks this attempt off.
             self.number = generation.number
             try:
                 self._membership.move_on(self._form(generation), generation.workers)
@@ -329,6 +330,7 @@ class Groups:
         """The group of all who have met; every time that this fails it is tried for longer."""
         _spare_children()
         self._tries += 1
+        # Before there is a group: an interruption from now on is meant for the new one.
         self.broken.clear()
         way = env.gloo_on_loopback() if generation.is_near else nullcontext()
         try:

@@ -395,7 +395,7 @@ class Cut:
                 self._say_changed(step, before)
         else:
             why = _reason(step, told)
-            if not why and math.isfinite(_mean(told)):
+            if not why and math.isfinite(_mean(told)):  # nan equals nothing
                 self._before, self._told, self.is_repeated = progress.shards, told, True
                 self._cut_into(self._most)
         self.is_open = bool(self._before)

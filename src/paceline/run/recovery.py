@@ -258,6 +258,7 @@ class Survival(Recovery):
         step = progress.position.step
         training.generators.seed(parts.config.seed, "between", step)
         leads = parts.place.membership.leads
+        # The sums in a checkpoint are those of all workers, and are added up again.
         outlets.metrics.begin_at(progress.position.epoch, sums if leads else {}, step)
         self.must_go_back = self.is_apart = False
         parts.exchanges.begin_step()

@@ -166,6 +166,7 @@ class BridgedBuckets(SharedBuckets):
             self._sent.append((number, self.turns[number], pending, what))
         while self._sent and self._sent[0][2].is_completed():
             number, turn, pending, _ = self._sent.popleft()
+            # It has ended, perhaps with an error, which this raises.
             pending.wait()
             self.words[self._copied[0] + number] = turn
 

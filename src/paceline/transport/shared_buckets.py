@@ -230,6 +230,7 @@ class SharedBuckets:
 
     def chunks(self, number: int) -> list[Chunk]:
         """This rank's slice of everybody's bucket, in pieces."""
+        # One bit per rank: in which of its two places in the segment its bucket lies.
         spares = sum([(self.words[row + number] & 1) << p for p, row in enumerate(self.ready)])
         found = self._chunks.get((number, spares))
         if found is None:
