@@ -153,6 +153,7 @@ def _with_lists(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     inner = {key: _with_lists(each) for key, each in value.items()}
+    # DCP writes the keys of dictionaries as strings, whatever they were: numbers are positions.
     is_list = bool(inner) and all(type(key) is int for key in inner)
     return [inner[key] for key in sorted(inner)] if is_list else inner
 

@@ -288,6 +288,7 @@ def plan_removals(
     }
     sign = 1 if better == "lower" else -1
     rated = [
+        # Of equal ones the newest.
         (sign * metric, -entry.serial, entry)
         for entry, metric in metric_by_entry.items()
         if metric is not None and not math.isnan(metric)
@@ -340,6 +341,7 @@ def _rename(temporary: Path, folder: Path, step: int) -> CheckpointEntry:
         try:
             os.rename(temporary, entry.path)
         except OSError as error:
+            # A rename replaces no folder with something in it, so no checkpoint is replaced.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             serial += 1
@@ -352,7 +354,11 @@ def plain_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
     try:
         text = json.dumps(plain_json(facts), allow_nan=False).encode()
         document: dict[str, Any] = read_json(
-            io.BytesIO(text), MAX_MANIFEST_BYTES // 2, "What they say", UsageError
+            # Half of it: in the manifest they are indented, and not alone.
+            io.BytesIO(text),
+            MAX_MANIFEST_BYTES // 2,
+            "What they say",
+            UsageError,
         )
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(

@@ -72,6 +72,7 @@ def _open(path: Path, flags: int, folder: int | None = None) -> int:
 def write_fully(file: int, data: bytes | memoryview) -> None:
     """Write all bytes, in as few calls as possible."""
     view = memoryview(data)
+    # ctypes gives the address of memory only if it can be written to.
     if len(view) >= _DIRECT_BYTES and not view.readonly:
         view = view[_write_directly(file, view) :]
     while view:
@@ -86,6 +87,7 @@ def _write_directly(file: int, view: memoryview) -> int:
     address = ctypes.addressof(ctypes.c_ubyte.from_buffer(view))
     if not hasattr(os, "O_DIRECT") or address % BLOCK_BYTES or os.lseek(file, 0, os.SEEK_CUR):
         return 0
+    # O_DIRECT wants the memory, the place in the file and the length in whole blocks.
     whole = len(view) // BLOCK_BYTES * BLOCK_BYTES
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     done = 0

@@ -173,6 +173,7 @@ def _load(source: Path | io.BytesIO, size: int, path: Path, mmap: bool) -> Any:
     except CheckpointError:
         raise
     except Exception as error:
+        # torch says only in words which class it has refused.
         wanted = re.search(r"(?:GLOBAL |global: )([a-z_][\w.]*)", str(error))
         if wanted:
             raise _needs_running(path, wanted[1]) from None

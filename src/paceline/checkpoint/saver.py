@@ -120,6 +120,7 @@ class Checkpoints:
         contents = {TENSORS: image, SKELETON: memoryview(skeleton)}
         number = None if metric is None else float(metric)
         cost_s = time.perf_counter() - begin
+        # No daemon: a process that ends waits until the checkpoint is written.
         self._thread = threading.Thread(
             target=self._write,
             args=(step, contents, plain, number, cost_s),

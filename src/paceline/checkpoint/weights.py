@@ -106,10 +106,12 @@ def load_weights(
     has_custom_loading = any(map(_has_custom_loading, model.modules()))
     if shapes and not has_custom_loading:
         raise _explain(model, own, given, plan, shapes)
+    # A copy of the old values costs memory: it is made where loading may still fail half way.
     kept = {} if is_fit and not has_custom_loading else own
     tensors = {name: t for name, t in kept.items() if isinstance(t, Tensor) and not is_lazy(t)}
     backup = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:
+        # Not strict: torch would refuse names that are missing, but tied to one that is there.
         result = model.load_state_dict(rename(own, given, names), strict=False)
     except Exception as error:
         _restore(own, backup)

@@ -197,7 +197,7 @@ class EventWriter:
             file = self._open()
             # After an incomplete line, end it first: readers would drop both as one line.
             data = b"\n" + line if self._is_torn else line
-            self._is_torn = True
+            self._is_torn = True  # also where this raises half way
             self._is_torn = os.write(file, data) < len(data)
         except OSError as error:
             if not self._has_failed:
@@ -241,6 +241,7 @@ def parse_event(line: bytes) -> Event | None:
         return None
     if not _is_event(event) or not _has_float_names(line):
         return event if _is_event(event) else None
+    # A text is what somebody has said: there "nan" is a word.
     return {key: each if key == "text" else _restored(each) for key, each in event.items()}
 
 

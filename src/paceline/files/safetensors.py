@@ -242,6 +242,7 @@ def _parse(text: bytes, data_bytes: int) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise ValueError("its metadata is not text by name")
     found = [(name, _place(name, entry)) for name, entry in entries.items()]
+    # Also by the end: an empty tensor goes before the one that begins at the same byte.
     places = dict(sorted(found, key=lambda item: (item[1].begin, item[1].end)))
     reached = 0
     for name, place in places.items():
@@ -278,6 +279,7 @@ def _is_shape(extents: list[Any]) -> bool:
     return (
         len(extents) <= MAX_DIMENSIONS
         and all(type(extent) is int and 0 <= extent < 2**63 for extent in extents)
+        # torch computes strides so, also of a tensor without elements.
         and math.prod([extent or 1 for extent in extents]) < 2**63
     )
 
@@ -306,6 +308,7 @@ def _as_view(tensor: Tensor) -> Tensor:
     if dtype is None:
         return tensor
     if tensor.is_complex():
+        # torch has no view of a tensor that is conjugated lazily.
         return torch.view_as_real(tensor.resolve_conj())
     return tensor.contiguous().view(getattr(torch, dtype))
 

@@ -412,6 +412,7 @@ class MLflow(Tracker):
         experiment = found.experiment_id if found else self._client.create_experiment(name)
         self._run_id = self._client.create_run(experiment, run_name=info.name).info.run_id
         self.known["run_id"] = self._run_id
+        # Older servers take no more characters.
         params = [Param(name, str(value)[:500]) for name, value in settings.items()]
         self._client.log_batch(self._run_id, params=params)
 
