@@ -124,6 +124,7 @@ class Audit:
 
     def seconds_of(self, step: int, rank: int, size: int) -> list[int]:
         """The shards of a step that this rank computes besides its own."""
+        # Samples of later steps are loaded ahead, and nobody has attempted those.
         attempt = self.attempt if step == self._step else 0
         return [
             shard for shard in self.chosen(step) if self._second(step, shard, attempt, size) == rank

@@ -371,6 +371,7 @@ def give_back_freed_memory() -> None:
 
 def _count_references() -> tuple[int, int]:
     """What `sys.getrefcount` says here of a gradient nobody else knows, and of a cached view."""
+    # Asked as everywhere here, by `map`: how one asks adds references of its own.
     param = Parameter(torch.zeros(1))
     param.grad = torch.zeros(1)
     return max(map(sys.getrefcount, (param.grad,))), max(map(sys.getrefcount, [torch.zeros(1)]))

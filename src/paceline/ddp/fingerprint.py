@@ -190,6 +190,7 @@ class InputCheck:
             _waiting.discard(self)
             if self._dataset is not None:
                 found = torch.tensor(self._dataset)
+        # `spread` takes the lower bits: the upper ones are mixed into them.
         return None if found is None else spread((found ^ (found >> 32)).to(device))
 
     def read(self, step: int, sums: Sequence[float], size: int, *, warns: bool) -> None:

@@ -54,6 +54,7 @@ def default_capacities(gradients: Sequence[Flat], *, messages_are_cheap: bool = 
     """
     if {gradient.device.type for gradient in gradients} - {"cpu"}:
         return [MIB, 25 * MIB]
+    # For the numbers see decision 8.
     total = sum(_sizes(gradients))
     return [max(min(4 * MIB, -(-total // 4)), MIB // 4 if messages_are_cheap else MIB)]
 
@@ -283,6 +284,7 @@ class BucketLayout:
         self.is_learned = fires is not None
         self.missing = self.never_full = [sys.maxsize] * len(self.buckets)
         if fires is not None:
+            # One that never came may come now: its bucket waits, at most to the end of backward.
             self.missing = [sum(max(1, fires[i]) for i in b.indices) for b in self.buckets]
         # The last bucket waits for the end of backward, because its trailer speaks for all.
         seen = (self.params[index].get() for index in (self._seen if self.is_learned else ()))

@@ -318,6 +318,7 @@ class OrderedSums:
         audited: list[float] = []
         if self.audit is not None:
             audited = self.audit.words(layout.params, members.rank, members.size)
+        # A weight, or a digest's word, is one worker's, and the others add zeros: exact in float64.
         told = torch.tensor([*weights, has_news, *layout.has_grad, *audited], dtype=torch.float64)
         if members.size > 1:
             told = told.to(word_device(members.group, layout.device))

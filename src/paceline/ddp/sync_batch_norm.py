@@ -243,6 +243,7 @@ def _sum_gradients(
     if input.numel() == 0:  # the kernels divide by the number of rows
         return torch.zeros_like(mean), torch.zeros_like(mean), torch.zeros_like(mean)
     if input.is_cuda:
+        # The second mean stands for the weight, of which the kernel needs the dtype only.
         sum_dy, sum_dy_xmu, sum_dy_xhat, _ = torch.batch_norm_backward_reduce(
             grad_output, input, mean, inverse, mean, True, True, False
         )
@@ -267,6 +268,7 @@ def _input_gradient(
     if input.numel() == 0:
         return torch.empty_like(input)
     if input.is_cuda:
+        # The kernel takes the counts of all ranks, and adds them up: here this is done.
         return torch.batch_norm_backward_elemt(
             grad_output, input, mean, inverse, weight, sums[0], sums[1], count.int().view(1)
         )

@@ -166,6 +166,7 @@ def _start(group: Group, what: str, tensor: Tensor, collective: Callable[[], Any
 def _real(tensor: Tensor) -> Tensor:
     if not tensor.is_complex():
         return tensor
+    # What lies in memory: where that is to be conjugated, so is its sum.
     return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 
@@ -226,6 +227,7 @@ def gather_bytes(
     with waiting(group):
         heads = _gather_padded(group, framed[:_HEAD_BYTES], _HEAD_BYTES, device, what)
         sizes = [8 + int.from_bytes(head[:8], "little") for head in heads]
+        # The same on all ranks, which therefore raise together, or send another message together.
         longest = max(sizes)
         if longest > limit:
             raise DesyncError(f"{what}: a message of {longest:,} bytes is over the limit.")
@@ -392,6 +394,7 @@ _announced: list[bool] = []
 def _say_goodbye(pid: int) -> None:
     if os.getpid() != pid or not dist.is_initialized():
         return  # a forked child must not speak on its parent's connection
+    # Python sets it where an exception ends the program.
     error = getattr(sys, "last_value", None)
     if error is None:
         try:

@@ -90,6 +90,7 @@ class Membership:
         self._followers = [each for each in self._followers if each() is not None]
         for follower in self._followers:
             on_generation = follower()
+            # One that was called before it may have let go of it.
             if on_generation is not None:
                 on_generation()
 

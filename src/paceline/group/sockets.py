@@ -180,7 +180,7 @@ class Connections:
                         # if it could not, and a thread would wait for that for ever.
                         found.shutdown(socket.SHUT_RD)
                 finally:
-                    found.detach()
+                    found.detach()  # it is torch's to close
 
     def _opened_now(self) -> dict[int, str]:
         """What was opened in the block that is being recorded."""

@@ -114,6 +114,7 @@ def broadcast_value(group: Group, ranks: Ranks, device: torch.device, value: Any
             problem = f"rank {root} cannot broadcast its value: {error.what}"
     length, problem = exchange(group, [len(data), problem], where, "Broadcasting")[place]
     _refuse_problems({root: place}, [problem])
+    # A bytearray, because torch warns of memory that cannot be written to.
     flat = torch.frombuffer(bytearray(data or bytes(length)), dtype=torch.uint8).to(where)
     broadcast(group, flat, place, "Broadcasting")
     here = flat.cpu()
@@ -141,6 +142,7 @@ class _Gathered(torch.autograd.Function):
 def _sum(group: Group, device: torch.device, tensor: Tensor, what: str) -> Tensor:
     home = tensor.device
     total = tensor.to(word_device(group, device)) if tensor.is_cpu else tensor
+    # Sums are in place, and this may be the caller's tensor.
     total = total.clone(memory_format=torch.contiguous_format)
     all_reduce(group, total, what)
     return total.to(home)

@@ -297,6 +297,7 @@ def connect(place: Placement, timeout: timedelta | None) -> Store:
     address = env.LOOPBACK if is_local else place.master_addr
     serve: dict[str, Any] = {}
     if is_server:
+        # torch itself would listen on every interface.
         serve = {"master_listen_fd": listen(address, place.master_port).detach()}
     patience = min(timeout or STORE_TIMEOUT, STORE_TIMEOUT)
     found: list[Store | Exception] = []

@@ -218,6 +218,7 @@ def available_bytes(root: Path = Path("/")) -> list[int]:
     found = [free_kb * 1024] if free_kb is not None else []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
+        # The line of version 2 names no controllers.
         if controllers and "memory" not in controllers.split(","):
             continue
         top = root / ("sys/fs/cgroup/memory" if controllers else "sys/fs/cgroup")

@@ -55,7 +55,7 @@ LOOK_EVERY_S = 0.02
 """How often to look after the processes while sleeping."""
 STOPPED_PATIENCE_S = 10.0
 """A process that is stopped for longer, while this one runs, does not count as alive."""
-WORDS_EVERY_S = 1.0
+WORDS_EVERY_S = 1.0  # each time the store is asked for them
 DEFAULT_TIMEOUT_S = 1800.0
 
 Chunk = tuple[tuple[Tensor, ...], bool]
@@ -460,6 +460,7 @@ def _let_others_run() -> None:
 
 def _is_stopped(pid: int) -> bool:
     with suppress(OSError):
+        # After the last bracket: the name of a program may have brackets and spaces of its own.
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
     return False
 
