@@ -13,6 +13,7 @@ from runs import QUIET, Rows, mlp, train
 from sentences import says
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
+from torch.utils.data import default_collate
 
 from paceline.checkpoint import Checkpoints
 from paceline.ddp import DDPOptions
@@ -213,6 +214,35 @@ def test_a_stream_without_samples_is_refused(
     with pytest.raises(UsageError, match=message) as raised:
         run_through(None, dataset=dataset, epochs=2, options=options)
     assert raised.value.advice
+
+
+class Exhausted(Rows):
+    """Its sixth row comes from an iterator that is exhausted."""
+
+    def __getitem__(self, index: int) -> Any:
+        return next(iter([])) if index == 5 else super().__getitem__(index)
+
+
+class ExhaustedTogether(Exhausted):
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def collate_exhausted(rows: list[Any]) -> Any:
+    return next(iter([])) if any(row[2] == 5 for row in rows) else default_collate(rows)
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize(
+    ("dataset", "collate_fn"),
+    [(Exhausted(16), None), (ExhaustedTogether(16), None), (Rows(16), collate_exhausted)],
+)
+def test_a_dataset_that_raises_stop_iteration_is_refused_and_not_cut_short(
+    dataset: Any, collate_fn: Any, processes: int
+) -> None:
+    options = RunOptions(progress="quiet", collate_fn=collate_fn)
+    with pytest.raises(UsageError, match="StopIteration"):
+        run_through(None, dataset=dataset, loader_workers=processes, options=options)
 
 
 @pytest.mark.parametrize(

@@ -182,14 +182,25 @@ class ShardFetcher(Dataset[Any]):
             self._enter_epoch(shard.epoch)
         self._generators.seed(self._seed, "data", shard.step, shard.number)
         if callable(several := getattr(self._dataset, "__getitems__", None)):
-            return several(shard.indices)
-        return list(map(self._dataset.__getitem__, shard.indices))
+            return _call(several, shard.indices)
+        return [_call(self._dataset.__getitem__, index) for index in shard.indices]
 
     def _enter_epoch(self, epoch: int) -> None:
         # Here and not in the training process, whose dataset may be another copy.
         self._epoch = epoch
         if callable(set_epoch := getattr(self._dataset, "set_epoch", None)):
             set_epoch(epoch)
+
+
+def _call(function: Callable[[Any], Any], argument: Any) -> Any:
+    """What it returns; its `StopIteration` would end a loop that reads batches without a word."""
+    try:
+        return function(argument)
+    except StopIteration as error:
+        raise UsageError(
+            "The dataset or collate_fn raised StopIteration, as next() does after the last item.",
+            advice="Have the dataset read a sample by its index, or make it an IterableDataset.",
+        ) from error
 
 
 def loading(pins: bool, prefetch: int, signals: LoaderSignals, workers: int) -> dict[str, Any]:
@@ -208,7 +219,7 @@ def make_loader(
         dataset,
         sampler=shards,
         batch_size=None,
-        collate_fn=collate_fn,
+        collate_fn=partial(_call, collate_fn),
         generator=torch.Generator(),
         multiprocessing_context=living_context() if loading["num_workers"] else None,
         **loading,
