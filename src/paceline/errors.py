@@ -169,10 +169,15 @@ def describe_failure(worker: int, summary: str, step: int, *, is_late: bool = Fa
 
 def summarize(error: BaseException) -> str:
     """The first line of an exception's message, with its class."""
+    return first_line(f"{type(error).__name__}: {message_of(error)}")
+
+
+def message_of(error: BaseException) -> str:
+    """An exception's message; empty where its own str() fails."""
     try:
-        return first_line(f"{type(error).__name__}: {error}")
-    except Exception:  # its own str() fails
-        return type(error).__name__
+        return str(error)
+    except Exception:
+        return ""
 
 
 def first_line(text: str) -> str:

@@ -107,7 +107,7 @@ def test_sockets_of_loaders_lie_in_the_launchers_folder_however_long_its_name(
         os.close(int(config["tempdir"].rpartition("/")[2]))
 
 
-class Wordless(Exception):
+class Wordless(RuntimeError):
     def __str__(self) -> str:
         raise ValueError
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from runs import QUIET, Rows, Told, mlp, train
+from sentences import says
 from torch.nn import functional as F
 from torch.optim import SGD
 
@@ -98,6 +99,20 @@ def test_a_sink_that_raises_is_named_once_and_switched_off(
     assert len(said) == 1
     assert f"{method}() raised ConnectionError: no route to host" in said[0]
     assert len(re.findall(r"\bBroken\b.* off\b", capsys.readouterr().out)) == 1
+
+
+def test_a_sink_whose_exception_has_no_message_is_switched_off_like_any_other() -> None:
+    class Wordless(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    class Broken(Told):
+        def step(self, _: Any) -> None:
+            raise Wordless
+
+    told = Told()
+    assert go([Broken(), told]).step == 6
+    assert [m for m in told.of("message") if says(m.text, "Broken", "Wordless")]
 
 
 def test_a_subclass_of_sink_has_the_methods_that_it_cares_about() -> None:

@@ -80,6 +80,18 @@ def test_an_error_in_the_block_leaves_everything_as_it_was() -> None:
     assert random.getstate() == drawn[1]
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_error_whose_message_fails_leaves_the_block_as_itself(precision: Any) -> None:
+    class Wordless(RuntimeError):
+        def __str__(self) -> str:
+            raise ValueError
+
+    run = make(with_statistics(), options=RunOptions(progress="quiet", precision=precision))
+    step = next(iter(run))
+    with pytest.raises(Wordless), step:
+        raise Wordless
+
+
 def test_a_step_that_failed_comes_again_and_changes_nothing_about_the_training() -> None:
     nets = []
     for stumbles in (False, True):

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.errors import DesyncError, PeerError, name_ranks
+from paceline.errors import DesyncError, PeerError, message_of, name_ranks
 from paceline.group.device_waits import DeviceWaits
 from paceline.group.sockets import CONNECTIONS
 from paceline.torch_private import PrefixStore, gloo_like, has_cpu_backend
@@ -402,7 +402,7 @@ def _say_goodbye(pid: int) -> None:
         except PeerError as lost:
             # The parameters are not a result, and only the exit code can still say so.
             print(f"PeerError: {lost}", file=sys.stderr)
-    text = f"raised {type(error).__name__}: {error}" if error else "ended its program"
+    text = f"raised {type(error).__name__}: {message_of(error)}" if error else "ended its program"
     post_last_words(dist.group.WORLD, text, kind="raised" if error else "left")
     if has_aborted_device():
         sys.stdout.flush()

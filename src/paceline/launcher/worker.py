@@ -331,10 +331,7 @@ def write_error(path: str, error: BaseException) -> None:
     All of it is there or nothing: the launcher may read at any moment.
     """
     text = shorten("".join(traceback.format_exception(error)))
-    try:
-        words = f"{type(error).__name__}: {error}"
-    except Exception:  # its own str() fails
-        words = type(error).__name__
+    words = f"{type(error).__name__}: {message_of(error)}".rstrip(": ")
     record = {
         "message": {
             "message": shorten(words),
@@ -353,6 +350,14 @@ def write_error(path: str, error: BaseException) -> None:
     with open(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
         json.dump(record, file)
     os.replace(temporary, path)
+
+
+def message_of(error: BaseException) -> str:
+    """As `errors.message_of`, which cannot be imported here."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
 
 
 def shorten(text: str) -> str:
@@ -390,10 +395,10 @@ def is_accident(error: BaseException) -> bool:
     A device-side assert is the script's own: it has asked for an element that is not there.
     """
     if "torch.AcceleratorError" in _names(error):
-        return "device-side assert" not in str(error)
+        return "device-side assert" not in message_of(error)
     if "paceline.errors.AuditError" in _names(error):
         return not getattr(error, "ends_run", False)
-    return isinstance(error, RuntimeError) and bool(_LOADER_WORDS.search(str(error)))
+    return isinstance(error, RuntimeError) and bool(_LOADER_WORDS.search(message_of(error)))
 
 
 def is_secondary(error: BaseException) -> bool:
@@ -403,7 +408,7 @@ def is_secondary(error: BaseException) -> bool:
     names = _names(error)
     if "paceline.errors.PeerError" in names or "torch.distributed.DistError" in names:
         return True
-    return isinstance(error, RuntimeError) and bool(_PEER_WORDS.search(str(error)))
+    return isinstance(error, RuntimeError) and bool(_PEER_WORDS.search(message_of(error)))
 
 
 def _without_launcher_frames(error: BaseException) -> BaseException:

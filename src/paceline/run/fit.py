@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from paceline import env
 from paceline.data import Portion, Shard
 from paceline.ddp import DistributedDataParallel, Engine
-from paceline.errors import FitError, UsageError, check_choice, check_whole, name_ranks
+from paceline.errors import FitError, UsageError, check_choice, check_whole, message_of, name_ranks
 from paceline.group import (
     Membership,
     children_of,
@@ -207,12 +207,12 @@ class Fit:
         """Whether the error says that memory ran out, and something is done about that here."""
         if not self.is_on or not isinstance(error, RuntimeError):
             return False
-        text = str(error)
+        text = message_of(error)
         return isinstance(error, torch.OutOfMemoryError) or any(each in text for each in _TEXTS)
 
     def release(self, error: BaseException) -> None:
         """Let go of what the failed pass has allocated; the error is told to the others later."""
-        self._reason = str(error).partition("\n")[0][:200] or type(error).__name__
+        self._reason = message_of(error).partition("\n")[0][:200] or type(error).__name__
         found: BaseException | None = error
         while found is not None:
             # The frames of the failed pass hold its activations.

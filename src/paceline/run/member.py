@@ -35,7 +35,7 @@ from torch.distributed import init_process_group
 
 from paceline import env
 from paceline.env import Placement
-from paceline.errors import AuditError, PacelineError, PeerError, summarize
+from paceline.errors import AuditError, PacelineError, PeerError, message_of, summarize
 from paceline.group import (
     CONNECTIONS,
     MEETINGS,
@@ -149,7 +149,7 @@ class Member:
         if isinstance(error, AuditError) or (isinstance(error, PacelineError) and error.ends_run):
             return False
         if isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and "gloo" in str(error)
+            isinstance(error, RuntimeError) and "gloo" in message_of(error)
         ):
             # A collective of the script's own has failed, perhaps before the launcher knows why.
             with self._heard:

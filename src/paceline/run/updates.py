@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.nn import Parameter
 
-from paceline.errors import UsageError, did_you_mean
+from paceline.errors import UsageError, did_you_mean, message_of
 from paceline.group import Membership
 from paceline.run.models import TurnUpdate
 from paceline.update import FiniteCheck, Update, WeightAverage, WholeUpdate, needs_metric
@@ -63,7 +63,7 @@ class Precision:
 
     def explain(self, error: BaseException | None) -> UsageError | None:
         """What an error means that says that an operation does not exist in this precision."""
-        text = str(error)
+        text = "" if error is None else message_of(error)
         is_missing = "not implemented for" in text or "Low precision dtypes not supported" in text
         names = ("'Half'", "Got Half") if self.name == "fp16" else ("'BFloat16'", "Got BFloat16")
         if self._dtype is None or not is_missing or not any(name in text for name in names):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
-from paceline.errors import check_members
+from paceline.errors import check_members, message_of
 from paceline.files import EventWriter, RunFolder, RunInfo, find_info, write_info
 from paceline.group import Membership
 from paceline.telemetry.display import Progress, choose_mode
@@ -338,7 +338,7 @@ class Sinks:
 
     def _switch_off(self, sink: Sink, method: str, error: Exception) -> None:
         self._sinks = [each for each in self._sinks if each is not sink]
-        name, what = type(sink).__name__, f"{type(error).__name__}: {error}"
+        name, what = type(sink).__name__, f"{type(error).__name__}: {message_of(error)}"
         text = f"The sink {name} is switched off, because its {method}() raised {what}"
         self.tell("message", Message(text, "warning"))
 
