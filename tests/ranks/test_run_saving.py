@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from paceline import DDPOptions, env
 from paceline.checkpoint.directory import list_entries, open_checkpoint
 from paceline.errors import CheckpointError, UsageError
-from paceline.files.run_folder import RunFolder, read_events
+from paceline.files.run_folder import RunFolder, read_events, read_info
 from paceline.group.world import World
 from paceline.run import Run, RunOptions, Sink
 from paceline.testing import run_ranks
@@ -67,6 +67,24 @@ def metrics_by_step(folder: Path) -> Mapping[int, float | None]:
         with open_checkpoint(entry) as checkpoint:
             found.setdefault(entry.step, checkpoint.manifest.metric)
     return found
+
+
+def test_a_script_may_change_its_working_directory_in_the_middle_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = make_run(None, Path("runs/first"), progress="plain", checkpoint_every=1, trace_step=5)
+    for step in run:
+        advance(run, step)
+        monkeypatch.chdir(tmp_path / "elsewhere")
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert metrics_by_step(tmp_path / "runs" / "first").keys() >= {run.step}
+    info = read_info(RunFolder(tmp_path / "runs" / "first"))
+    assert (info.status, info.step) == ("finished", run.step)
+    said = capsys.readouterr().out
+    assert "paceline report runs/first\n" in said
+    assert "`paceline trace runs/first`" in said
 
 
 def test_a_metric_belongs_to_the_step_that_it_was_measured_after(tmp_path: Path) -> None:

@@ -65,6 +65,17 @@ def test_the_newest_is_loaded_with_its_facts_and_metric(checkpoints: Checkpoints
     assert found.state["lr"] == {0: 0.5, "name": "x"}
 
 
+def test_a_relative_folder_stays_where_it_is_when_the_working_directory_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with Checkpoints("checkpoints") as checkpoints:
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        fill(checkpoints, 3)
+    assert [each.step for each in list_entries(tmp_path / "checkpoints")] == [3]
+
+
 def test_the_snapshot_is_taken_when_save_returns(checkpoints: Checkpoints) -> None:
     state = state_of(1)
     checkpoints.save(1, state, facts={})

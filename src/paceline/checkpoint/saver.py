@@ -83,7 +83,7 @@ class Checkpoints:
         check_whole("keep", keep, 2)
         check_whole("keep_best", keep_best, 0)
         check_choice("better", better, ("lower", "higher"))
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()  # a script may change its working directory
         self.problem: str | None = None
         """Why the last save did not reach the disk; None if it did."""
         self.saved_step: int | None = None

@@ -24,7 +24,7 @@ import stat
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
@@ -54,6 +54,10 @@ class RunFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self.shown = str(self.path)
+        """As messages show it: from the working directory, if it lies there."""
+        with suppress(ValueError, OSError):
+            self.shown = str(self.path.relative_to(Path.cwd()))
         self.info = self.path / "run.json"
         self.events = self.path / "events"
         self.pipeline = self.path / "pipeline"

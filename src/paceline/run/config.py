@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from hashlib import sha256
 from itertools import islice
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -237,6 +238,8 @@ class RunConfig:
             # `paceline replay` and `paceline scale` run the script beside the runs that it has
             # written itself.
             self.folder = os.path.join(runs, os.path.basename(os.path.abspath(self.folder)))
+        if self.folder is not None:  # the script may change its working directory later
+            self.folder = str(Path(self.folder).absolute())
         self._check_loader()
         self._check_engine()
         if self.options.same_bits:

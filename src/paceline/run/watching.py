@@ -191,7 +191,7 @@ class Watching:
             return
         if model.process_group.rank() != 0:
             return
-        said = Message(f"Step {number} is recorded: `paceline trace {folder.path}`.")
+        said = Message(f"Step {number} is recorded: `paceline trace {folder.shown}`.")
         try:
             record.write(recording.trace, folder.pipeline_of(number))
         except OSError as error:  # a disk that is full does not fail the training

@@ -272,7 +272,7 @@ class TerminalSink:
         # The reason of a failure is in the traceback.
         lines = ["" if status == "failed" or reason == ALL_APPLIED else reason, self._advice]
         if self._folder is not None:
-            path = shlex.quote(str(self._folder.path))
+            path = shlex.quote(self._folder.shown)
             lines.insert(1, f"To see more of this run: paceline report {path}")
         self._progress.finish(status, lines=[line for line in lines if line], reason=reason)
 
