@@ -25,7 +25,7 @@ FAILURE_VARIABLE = "PACELINE_FAILED_FILE"
 SURVIVAL_VARIABLE = "PACELINE_SURVIVAL"
 UNSAVED_VARIABLE = "PACELINE_UNSAVED"
 FOLDER_VARIABLE = "PACELINE_FOLDER_FILE"
-"""Names the file in which a training names its run folder to whoever started it."""
+"""Names the file in which a training names its run folder to the process that started it."""
 COMMAND_VARIABLE = "PACELINE_COMMAND"
 SECRET_VARIABLE = "PACELINE_SECRET"
 """What launchers of one run know and others do not."""
@@ -149,7 +149,7 @@ def read_survival(environ: Mapping[str, str] = os.environ) -> dict[str, Any] | N
 
 
 def take_survival() -> dict[str, Any] | None:
-    """The same, once: whoever asks next gets None."""
+    """The same, once: the next caller gets None."""
     given = read_survival()
     os.environ.pop(SURVIVAL_VARIABLE, None)
     return given
@@ -353,7 +353,7 @@ def command_line(arguments: Sequence[str]) -> str:
 
 
 def announce_folder(folder: str, environ: Mapping[str, str] = os.environ) -> None:
-    """As a worker, say where the run folder is, if anybody waits for it: one line of a file."""
+    """As a worker, say where the run folder is, if a process waits for it: one line of a file."""
     if path := environ.get(FOLDER_VARIABLE, ""):
         with suppress(OSError), open(path, "a") as file:
             file.write(f"{os.path.abspath(folder)}\n")
@@ -434,7 +434,7 @@ def may_share_gpu(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def has_malloc_settings(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether somebody has told glibc how to treat freed memory."""
+    """Whether the environment tells glibc how to treat freed memory."""
     return any(name == "GLIBC_TUNABLES" or name.startswith("MALLOC_") for name in environ)
 
 

@@ -485,7 +485,7 @@ class HealedInStep(Recovery):
         task()
         return not is_lost
 
-    def deal_anew(self, step: int, is_passed: Any) -> None:
+    def redeal_after_failure(self, step: int, is_passed: Any) -> None:
         self._progress.position = Position(step, 0, step)
 
 
@@ -500,7 +500,7 @@ class DealtAnew(Recovery):
         was_lost, self.is_lost = self.is_lost, self._parts.progress.position.step == 1
         return was_lost or not self.is_lost
 
-    def deal_anew(self, _step: int, is_passed: Any) -> Any:
+    def redeal_after_failure(self, _step: int, is_passed: Any) -> Any:
         self._parts.dealing.deal()
         return next(self._parts.dealing.portions)
 

@@ -25,7 +25,7 @@ _DIRECT_BYTES = 2**20
 BLOCK_BYTES = 4096
 """Memory that begins at a multiple of this can be written past the page cache."""
 
-# Not blocking: to open a pipe would wait for somebody to write into it.
+# Not blocking: opening a pipe would wait until a process writes into it.
 _READ_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC

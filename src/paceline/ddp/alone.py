@@ -3,8 +3,8 @@
     the others   leave word in the group's store while they wrap, and while they first sum
     that rank    notices in steps of its optimizer that the word stays there, and raises
 
-Only until the first gradients of a process are averaged: whoever trains alone later on, such as a
-probe for an evaluation, does so on purpose.
+Only until the first gradients of a process are averaged: a rank that trains alone later on, such as
+a probe for an evaluation, does so on purpose.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Loner:
         """What another rank has left, since `_since_s`."""
         self._since_s = 0.0
         self.is_done = False
-        """Gradients are averaged here, or there is nobody to average with."""
+        """Gradients are averaged here, or there is no other rank to average with."""
         self._stop = follow_optimizers(self._on_step, after=True)
 
     def waits(self, membership: Membership, what: str) -> AbstractContextManager[None]:

@@ -7,12 +7,12 @@ that compute the same shard have the same bits, or one of them is wrong:
     chosen steps --> each shard by two --> equal: the step is summed and applied
                                       └──> different: the step is done again, each shard by another
                                            second worker; then the bits that two workers agree on
-                                           are right, and whoever had others is named
+                                           are right, and the worker that had others is named
 
 So are the parameters that they were computed with, which all workers have; of two workers whose
 parameters differ, the one that began the step with others is wrong. Which steps are chosen,
 and who computes what, is a function of seed, step and attempt. All shards of a step or none: then
-every worker has as many more, and nobody waits. What is compared ends at the gradient of a shard:
+every worker has as many more, and none waits. What is compared ends at the gradient of a shard:
 the sum of all of them is not covered, but on whom it leaves other parameters.
 """
 
@@ -56,7 +56,7 @@ class Finding:
     step: int
     shard: int
     culprit: int | None
-    """Its rank; None: nobody knows."""
+    """Its rank; None: not known."""
     others: list[int]
     """The ranks that agree with each other, or all that computed the shard."""
     parameter: str
@@ -124,7 +124,7 @@ class Audit:
 
     def seconds_of(self, step: int, rank: int, size: int) -> list[int]:
         """The shards of a step that this rank computes besides its own."""
-        # Samples of later steps are loaded ahead, and nobody has attempted those.
+        # Samples of later steps are loaded ahead, and no worker has attempted those.
         attempt = self.attempt if step == self._step else 0
         return [
             shard for shard in self.chosen(step) if self._second(step, shard, attempt, size) == rank
@@ -148,7 +148,7 @@ class Audit:
         self.is_disputed, self._mine = False, {}
 
     def forget(self) -> None:
-        """Ranks are others now: whoever was disputed about may be gone."""
+        """Ranks have changed: the worker in question may be gone."""
         self._step, self._kept = 0, (0, [])
         self.begin(0)
 
@@ -189,7 +189,7 @@ class Audit:
     def settle(self, words: Sequence[float], members: Membership, device: torch.device) -> None:
         """All workers have told their words: go on, do the step again, or raise.
 
-        Raises `AuditError` on the culprit, and on all where nobody can be named; a `PeerError`
+        Raises `AuditError` on the culprit, and on all where no worker can be named; a `PeerError`
         on the others, which continue without it where the launcher can replace it.
         """
         chosen, each = self.chosen(self._step), 2 * WORDS

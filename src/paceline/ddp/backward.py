@@ -106,7 +106,7 @@ class Arrivals:
     def hook(self, params: Iterable[Parameter], hook: _Hook) -> None:
         """Have this called whenever a gradient of any of the parameters is complete.
 
-        Also of frozen ones, which nobody says when they are unfrozen.
+        Also of frozen ones: there is no event when they are unfrozen.
         """
         shared: Any = partial(hook)
         shared.reducer, shared.python = getattr(hook, "reducer", None), hook
@@ -181,7 +181,7 @@ class BackwardFollower:
         self.unmarked_wish: bool | None = None
         """The wish of a forward pass whose outputs could not be marked with it."""
         self.observer: Observer | None = None
-        """Hears of every event, if anybody wants to know."""
+        """Is told of every event, where one is set."""
         self.arrivals = Arrivals()
         self.weight = LossWeight()
         self._announced: Backward | None = None
@@ -295,7 +295,7 @@ class BackwardFollower:
             ended.arrived.clear()
 
     def forget(self) -> None:
-        """Whatever was under way is nobody's business any more, also when it is freed later."""
+        """Ignore the backward that was under way, also when it is freed later."""
         self.current = self.broken = self._announced = None
         self.arrivals.rest()
 

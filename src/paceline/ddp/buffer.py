@@ -1,8 +1,8 @@
 """The flat buffers of the buckets: filled from gradients, handed back as gradients.
 
 After a reduction each `param.grad` is a view of its bucket, so nothing is copied back. That is
-invisible to the caller because of two rules: memory that somebody else still looks at is never
-overwritten (Note [Whose memory]), and a gradient tensor that somebody else owns stays in place.
+invisible to the caller because of two rules: memory that other code still looks at is never
+overwritten (Note [Whose memory]), and a gradient tensor that other code owns stays in place.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Bucket:
         empty --(lend)--> without memory, until the next fill
 
     `views[i]` is the place of the i-th gradient, with its parameter's own strides.
-    With `always_views` even a gradient tensor that somebody else owns is replaced by its view.
+    With `always_views` even a gradient tensor that other code owns is replaced by its view.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class Bucket:
 
         `used` says which parameters have a gradient on any rank; it may be empty where this rank
         has one for each. A parameter without any keeps `grad is None`. `is_untouched` is the word
-        that nobody else's code has run since the bucket was filled.
+        that no code of others has run since the bucket was filled.
         """
         if self._is_plain and is_untouched:
             return  # done already
@@ -241,7 +241,7 @@ class Bucket:
         self._is_lent = False
 
     def lend(self) -> None:
-        """Let a forward pass have the memory, if nobody looks at it: see Note [Lent memory]."""
+        """Let a forward pass have the memory, if nothing refers to it: see Note [Lent memory]."""
         if self._is_lent or not self._is_intact() or not self._is_unwatched():
             return
         self.buffer.untyped_storage().resize_(0)
@@ -269,8 +269,8 @@ class Bucket:
                 )
         return DeviceError("A parameter has changed since the model was wrapped.")
 
-    def settle_in(self, home: Tensor | None) -> None:
-        """Live in this memory from the next fill on, whenever nobody looks at it."""
+    def use_memory(self, home: Tensor | None) -> None:
+        """Use this memory from the next fill on, once nothing refers to the present one."""
         self.release()
         self.home = home
         self._count_home_uses = int if home is None else count_storage_uses(home)
@@ -311,13 +311,13 @@ class Bucket:
         return has_memory and geometry(self.views) == self._geometry
 
     def _is_unwatched(self) -> bool:
-        """Whether nobody at all, not even a parameter, refers to anything in the buffer."""
+        """Whether nothing at all, not even a parameter, refers to anything in the buffer."""
         references = max(map(sys.getrefcount, self.views), default=0)
         is_shared = self._count_uses() > self._storage_uses
         return references <= _REFERENCES_TO_A_CACHED_VIEW and not is_shared
 
     def _is_watched(self, grads: Sequence[Tensor | None]) -> bool:
-        """Whether somebody still holds a gradient of an earlier step that lives in the buffer."""
+        """Whether other code still holds a gradient of an earlier step that lives in the buffer."""
         if self._count_uses() > self._storage_uses:
             return True
         references = list(map(sys.getrefcount, self.views))
@@ -334,7 +334,7 @@ def geometry(views: Sequence[Tensor]) -> list[Any]:
 
 
 def _are_unshared(grads: Sequence[Any], held: int = 0) -> bool:
-    """Whether nobody but their parameters refers to these gradients or shares their memory.
+    """Whether only their parameters refer to these gradients and share their memory.
 
     `held` is how many references the caller itself holds to each, besides the sequence. None is
     referred to from everywhere, so a parameter without a gradient gives False.
@@ -370,7 +370,8 @@ def give_back_freed_memory() -> None:
 
 
 def _count_references() -> tuple[int, int]:
-    """What `sys.getrefcount` says here of a gradient nobody else knows, and of a cached view."""
+    """What `sys.getrefcount` says here of a gradient without other references, and of a cached
+    view."""
     # Asked as everywhere here, by `map`: how one asks adds references of its own.
     param = Parameter(torch.zeros(1))
     param.grad = torch.zeros(1)
@@ -384,7 +385,7 @@ _REFERENCES_TO_A_GRAD, _REFERENCES_TO_A_CACHED_VIEW = _count_references()
 # backward after `zero_grad()`. In plain torch the new gradients are new tensors. Ours live in
 # the bucket, which would be the same memory again. So before the buffer is overwritten, two counts
 # are compared with what they are when only the bucket and `param.grad` know its views: references
-# to the view objects, and tensors that share the storage (somebody's `p.grad.view(-1)`). If
+# to the view objects, and tensors that share the storage (a script's `p.grad.view(-1)`). If
 # either is higher, the old buffer is left to its holders and a new one is allocated. A bucket with
 # a home (shared memory) comes back to it when its holders have let go.
 # Views still in place as `param.grad` are exempt: there autograd itself adds in place.
@@ -403,9 +404,9 @@ _REFERENCES_TO_A_GRAD, _REFERENCES_TO_A_CACHED_VIEW = _count_references()
 # takes longer than many a small layer.
 
 # Note [The first fill]
-# Before the first backward nobody knows how gradients come, so that all of them are there when the
-# first bucket is filled, and memory for the buckets comes on top. The allocator would keep what the
-# gradients leave behind, for steps in which only a few are alive at a time. So each bucket's first
-# fill gives that back to the system: the peak is the gradients and one bucket, not twice the
+# Before the first backward it is not known how gradients come, so that all of them are there when
+# the first bucket is filled, and memory for the buckets comes on top. The allocator would keep what
+# the gradients leave behind, for steps in which only a few are alive at a time. So each bucket's
+# first fill gives that back to the system: the peak is the gradients and one bucket, not twice the
 # gradients. Later fills leave it to the allocator, since the next layer's gradients want it. With
 # 32 MiB of gradients this takes 10 ms in each of the first two steps, and none after.

@@ -250,7 +250,7 @@ _count_registrations = cache(_Registrations)
 
 
 class ModelCheck:
-    """Raises if a model has got parameters, since it was wrapped, that nobody averages."""
+    """Raises if a model has got parameters, since it was wrapped, that no engine averages."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -265,7 +265,7 @@ class ModelCheck:
 
 
 def check_parameters_are_known(module: nn.Module, known: Iterable[nn.Parameter]) -> None:
-    """Raise if the module has got parameters that nobody averages.
+    """Raise if the module has got parameters that no engine averages.
 
     A tensor computed from others, which `torch.func.functional_call` puts in their place, is none.
     """

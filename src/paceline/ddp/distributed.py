@@ -58,7 +58,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
     used or not, on any rank, at any step), `batched_grad_copy` (always), `lazy_bucket_allocation`
     (on GPUs buckets have no memory in a forward pass), `check_reduction`, and
     `delay_all_reduce_named_params` with `param_to_hook_all_reduce` (averaged with the rest).
-    `gradient_as_bucket_view` chooses only whether a gradient tensor that somebody else
+    `gradient_as_bucket_view` chooses only whether a gradient tensor that other code
     refers to may be replaced too; see `ddp.buffer`.
     """
 

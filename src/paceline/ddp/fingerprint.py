@@ -228,7 +228,7 @@ _newest = threading.local()
 
 
 def _note(batches: Any) -> bool:
-    """This thread has got a batch; whether somebody still wants to know."""
+    """This thread has got a batch; whether the answer is still wanted."""
     _newest.batches = weakref.ref(batches)
     return bool(_waiting)
 

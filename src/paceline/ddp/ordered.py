@@ -213,7 +213,7 @@ class OrderedSums:
     def on_generation(self) -> None:
         self._places = None
         for bucket in () if self._layout is None else self._layout.buckets:
-            bucket.settle_in(None)
+            bucket.use_memory(None)
         if self.audit is not None:
             self.audit.forget()
 
@@ -362,7 +362,7 @@ class OrderedSums:
             buckets = self.buckets
             self._places = place(self._choice.get(), [bucket.plan for bucket in buckets], what)
             for bucket, home in zip(buckets, self._places.homes, strict=True):
-                bucket.settle_in(home)
+                bucket.use_memory(home)
 
     def _add_between_workers(self, layout: _Layout, mine: Sequence[Sum]) -> None:
         """Have the sum of all branches in the buckets."""
@@ -389,7 +389,7 @@ class OrderedSums:
             each.wait()
 
     def _fold_slices(self, number: int) -> None:
-        """Add this worker's slice of everybody's bucket, and write the sum to all."""
+        """Add this worker's slice of all workers' buckets, and write the sum to all."""
         assert isinstance(self._places, SharedBuckets)
         size, shards = self.membership.size, self.shards
         branches = [branches_of(rank, size, shards)[0] for rank in range(size)]

@@ -39,7 +39,7 @@ from paceline.transport import (
 )
 
 MODEL_CHECK_PERIOD = 64
-"""Every so many steps the model is searched for parameters that nobody averages, unasked."""
+"""Every so many steps the model is searched for parameters that no engine averages, unasked."""
 
 
 class Reducer(BackwardFollower, TorchReducer):
@@ -308,7 +308,7 @@ class Reducer(BackwardFollower, TorchReducer):
         what = f"Step {self.steps}: finding memory for the buckets"
         found = place(self._transport.get(), plans, what)
         for bucket, home in zip(self._layout.buckets, found.homes, strict=True):
-            bucket.settle_in(home)
+            bucket.use_memory(home)
             is_whole = self._hook is not None or found.divides(bucket.plan.dtype)
             bucket.scale = 1.0 if is_whole else 1.0 / self.size
         self._places = found

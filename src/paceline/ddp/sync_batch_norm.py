@@ -78,7 +78,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             weight = self.num_batches_tracked.double().reciprocal()
         else:
             weight = self.momentum
-        if not has_rows:  # perhaps nobody has any: then the batch says nothing
+        if not has_rows:  # perhaps no rank has any: then the batch says nothing
             weight = count.clamp(max=1) * weight
         # Plain batch normalisation keeps the unbiased variance: count / (count - 1) times as much.
         unbiased = torch.addcdiv(variance, variance, (count - 1).clamp_(min=1).to(variance.dtype))

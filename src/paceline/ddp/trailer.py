@@ -203,7 +203,7 @@ class Agreement:
     ) -> None:
         """Raise if the words, which are those of `late` steps ago, do not fit together."""
         does_not_fit = aborts or labels != self._label(step) * self._size or (weighed and plain)
-        # Where NCCL has lost a peer, its sums end with anything in memory: nobody has sent such
+        # Where NCCL has lost a peer, its sums end with anything in memory: no rank has sent such
         # words.
         if does_not_fit and runs_ahead(device):
             refuse_lost(self._membership.group, f"Step {step}: the sum of the trailer")

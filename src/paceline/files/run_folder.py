@@ -245,7 +245,7 @@ def parse_event(line: bytes) -> Event | None:
         return None
     if not _is_event(event) or not _has_float_names(line):
         return event if _is_event(event) else None
-    # A text is what somebody has said: there "nan" is a word.
+    # A text is a message: there "nan" is a word.
     return {key: each if key == "text" else _restored(each) for key, each in event.items()}
 
 

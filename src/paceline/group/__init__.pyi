@@ -15,10 +15,10 @@ from paceline.group.collectives import is_aborted as is_aborted
 from paceline.group.collectives import post_last_words as post_last_words
 from paceline.group.collectives import refuse_aborted as refuse_aborted
 from paceline.group.collectives import refuse_lost as refuse_lost
+from paceline.group.collectives import set_wait_observer as set_wait_observer
 from paceline.group.collectives import settle_device as settle_device
 from paceline.group.collectives import start_all_reduce as start_all_reduce
 from paceline.group.collectives import start_broadcast as start_broadcast
-from paceline.group.collectives import tell_of_waiting as tell_of_waiting
 from paceline.group.collectives import waiting as waiting
 from paceline.group.collectives import word_device as word_device
 from paceline.group.collectives import world_ranks as world_ranks

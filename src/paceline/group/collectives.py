@@ -100,7 +100,7 @@ class Pending:
 
 _is_aborted: list[Callable[[], bool] | None] = [None]
 _under_way: set[Pending] = set()
-"""What was started since somebody may abort it, and not waited for to its end."""
+"""What was started since aborting was set up, and has not been waited for to its end."""
 _LOOK_S = 50e-6
 _GLANCE = timedelta(seconds=0.25)
 _END_S = 0.5
@@ -110,7 +110,7 @@ _LOST_S = 1.0  # for the last words of a rank, or the error of a wait, to show
 def refuse_aborted(is_aborted: Callable[[], bool]) -> None:
     """From now on no wait outlives the group that it is in, and what was aborted is refused.
 
-    A failure is explained at once: somebody else finds out who is gone.
+    A failure is explained at once: the caller finds out who is gone.
     """
     # A collective of NCCL's that is aborted ends as if it had succeeded, with whatever is in
     # memory; and what was started on the device after it goes on with that. So all are waited for
@@ -170,7 +170,7 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 
-def tell_of_waiting(around: Callable[[Group, bool], AbstractContextManager[None]]) -> None:
+def set_wait_observer(around: Callable[[Group, bool], AbstractContextManager[None]]) -> None:
     """From now on every collective that is waited for is waited for inside `around(group)`."""
     _around_waiting[0] = around
 
@@ -181,7 +181,7 @@ _around_waiting: list[Callable[[Group, bool], AbstractContextManager[None]]] = [
 
 
 def waiting(group: Group, *, elsewhere: bool = False) -> AbstractContextManager[None]:
-    """To be put around whatever else waits for ranks of the group, or for somebody `elsewhere`."""
+    """To be put around whatever else waits for ranks of the group, or for a process `elsewhere`."""
     return _around_waiting[0](group, elsewhere)
 
 
@@ -353,12 +353,13 @@ def _is_cause(words: dict[str, Any]) -> bool:
 
 
 def word_device(group: Group, device: torch.device) -> torch.device:
-    """Where small messages of the group travel: on the host where it can, so that nobody waits."""
+    """Where small messages of the group travel: on the host where it can, so that no device is
+    waited for."""
     return torch.device("cpu") if has_cpu_backend(group) else device
 
 
 def world_ranks(group: Group) -> list[int]:
-    """The ranks of the group's members as everybody else counts them."""
+    """The ranks of the group's members as the default group counts them."""
     try:
         return dist.get_process_group_ranks(group)
     except Exception:
@@ -414,7 +415,7 @@ _TASKS = Path("/proc/self/task")
 _THREAD_NAME = "pt_gloo_runloop"
 _REST_LOOK_S = 0.001
 _REST_PATIENCE_S = 1.0
-"""A collective that nobody waits for may still be computing; it is left to itself then."""
+"""A collective that is not waited for may still be computing; it is left to itself then."""
 _BLIND_WAIT_S = 0.02
 """Where the kernel does not tell what threads do."""
 
@@ -451,7 +452,7 @@ def wait_for_rest() -> bool:
     deadline = time.monotonic() + _REST_PATIENCE_S
     before = _look()
     while before:
-        time.sleep(_REST_LOOK_S)  # whoever waits for the interpreter gets it now
+        time.sleep(_REST_LOOK_S)  # a thread that waits for the interpreter gets it now
         now = _look()
         if now == before and all(state == "S" for state, _ in now.values()):
             return True

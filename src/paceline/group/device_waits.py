@@ -113,7 +113,7 @@ class DeviceWaits:
         with self._lock:
             assert self._newest is not None
             group, what = self._newest
-        # Before the abort: whoever that releases must find the error.
+        # Before the abort: threads that the abort releases must find the error.
         self.error = self._explain(group, what, RuntimeError(reason))
         self._abort()
 

@@ -1,8 +1,8 @@
 """What launcher and worker tell each other, and what a worker leaves behind.
 
 They talk through a pair of sockets, one JSON message at a time. What others need of a worker that
-was killed lies in memory that the launcher has mapped too: writing there wakes nobody, so it can be
-done in every step, and it outlives the worker.
+was killed lies in memory that the launcher has mapped too: writing there wakes no process, so it
+can be done in every step, and it outlives the worker.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MESSAGE_BYTES = 64 * 2**10
 SLOT_BYTES = 2**20
 """Takes memory only as far as it is used."""
 LAST_GENERATION = 2**53
-"""The number of the one in which nobody takes part: the run ends."""
+"""The number of the generation without members: the run ends."""
 MEETINGS = "paceline/generation"
 """In the launcher's store, what members of generations need to find each other."""
 _WORD_BYTES = 8

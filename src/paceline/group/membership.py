@@ -1,12 +1,12 @@
 """Who takes part now: a generation and its process group; and when its members do something.
 
-Whoever needs the group asks `Membership` each time and keeps nothing, so that a training can
+Code that needs the group asks `Membership` each time and keeps nothing, so that a training can
 continue on another group, of the same ranks or of fewer, between two steps.
 
 Note the rule that lets features compose: whether and when a collective happens is a function of the
 step's number and of what the current generation has agreed on, never of one worker's history, clock
 or data. A worker that joins later has no history, and would otherwise wait in one collective while
-the others wait in another. So whoever does something now and then has a `Cadence`.
+the others wait in another. So what is done now and then has a `Cadence`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 
 class NoGroup:
-    """Stands for a group where there is none: alone, and writing for nobody."""
+    """Stands for a group where there is none: alone, and without rank 0's duties."""
 
     def rank(self) -> int:
         return 0
@@ -31,14 +31,15 @@ class Membership:
 
         generation 0, group --(leave)--> none --(move_on)--> generation 1, another group --> ...
 
-    Invariant: between two calls of `move_on` everybody who asks gets the same group, or none after
+    Invariant: between two calls of `move_on` all callers get the same group, or none after
     `leave`. Followers hear of a generation once, when its group is there.
     """
 
     def __init__(self, group: Any) -> None:
         self.generation = 0
         self.word_device: Any = None
-        """Where small messages travel; set by whoever knows which devices the group can reach."""
+        """Where small messages travel; set by the run, which knows the devices that the group can
+        reach."""
         self._followers: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._hold(group)
 
@@ -120,7 +121,7 @@ class Cadence:
         generation begins --(its first step + `first`)--> due --(agree)--> due again --> ...
 
     Invariant: only the number of the generation's first step and numbers that all workers have
-    exchanged go into it. A new generation begins it anew on everybody, newcomer or not.
+    exchanged go into it. A new generation begins it anew on all workers, newcomers included.
     """
 
     def __init__(self, membership: Membership, first: int = 0) -> None:

@@ -61,11 +61,11 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def is_served(host: str, port: int, timeout_s: float = 1.0) -> bool:
-    """Whether somebody listens there, or nothing can be said about it; False if surely nobody."""
+    """False if certainly nothing listens there; True if something does, or it cannot be known."""
     where: Any = (_spelled(host), port)
     try:
         with socket.create_connection(where, timeout_s) as found:
-            # Where nobody listens, a socket can be given the very port it wants to reach.
+            # Where nothing listens, a socket can be given the very port it wants to reach.
             met_itself = found.getsockname() == found.getpeername()
             if met_itself:
                 # Reset instead of closed, or the port would stay taken for a minute.
@@ -100,7 +100,7 @@ def interface_towards(host: str, own_name: str | None = None) -> str | None:
 def find_peer_user(connection: socket.socket) -> int | None:
     """The user at the other end of a TCP connection, if that is on this machine; -1 if it has left.
 
-    Linux tells this about the one socket with these two addresses; elsewhere nobody knows.
+    Linux tells this about the one socket with these two addresses; other systems do not.
     """
     if not hasattr(socket, "AF_NETLINK"):
         return None
@@ -163,7 +163,8 @@ class Connections:
             self._names = self._names | found if is_more else found
 
     def shut(self) -> None:
-        """End every connection among them that is still open; whoever waits there gets an error.
+        """End every connection among them that is still open; a thread that waits there gets an
+        error.
 
         Those too that another thread opens just now.
         """

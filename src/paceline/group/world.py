@@ -101,7 +101,7 @@ class World:
     def _meet(self) -> tuple[Any, dict[int, int]]:
         """The group of those who are there now, and their ranks in it by what they are called here.
 
-        Both are others after a death in a `Run`, and nobody is there but this worker while it waits
+        Both are others after a death in a `Run`, and this worker is alone while it waits
         to be let into one.
         """
         if self.group is None:
@@ -232,7 +232,7 @@ _groups = count()
 
 
 def current_world() -> World:
-    """Describe the default process group that is already there, whoever made it."""
+    """Describe the default process group that already exists, created here or by the script."""
     return _describe(env.read_placement())
 
 
@@ -328,7 +328,7 @@ def connect(place: Placement, timeout: timedelta | None) -> Store:
         thread.join(patience.total_seconds() + _GRACE_S)
     if found and isinstance(found[0], Store):
         return found[0]
-    reason = str(*found).partition("\n")[0][:200] or "nobody answers there"
+    reason = str(*found).partition("\n")[0][:200] or "there is no answer"
     raise PeerError(
         f"Rank {place.rank} of {place.size} found no store at {where}, within "
         f"{patience.total_seconds():.0f} s.",
@@ -357,7 +357,7 @@ def launcher_store(place: str) -> LauncherStore:
 
 
 def _wait_until_served(address: str, port: int, patience: timedelta) -> timedelta:
-    """Wait while nobody listens there yet; how long that took.
+    """Wait until something listens there; how long that took.
 
     torch's store would wait half a second and more before it tried again, while rank 0 is
     usually there a few milliseconds later.

@@ -186,7 +186,7 @@ class Outer:
     ) -> Tensor:
         """Begin to exchange fragments after a step with this learning rate; the bytes to send."""
         self.step, self.highest_rate = step, max(self.highest_rate, rate)
-        # After the last round nobody trains on: it counts as one at the highest rate.
+        # After the last round no island trains on: it counts as one at the highest rate.
         self.rate = 1.0 if is_last or not self.highest_rate else rate / self.highest_rate
         found = self.select(numbers)
         sizes = [each.packed_bytes for each in found]

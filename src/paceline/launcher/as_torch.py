@@ -174,7 +174,7 @@ def _keeps_torchs(module_name: str) -> bool:
 
 
 def swap(module: ModuleType, name: str, ours: Any) -> None:
-    """Make `module.name` be `ours` for everybody but torch and Paceline themselves.
+    """Make `module.name` be `ours` for all modules but those of torch and Paceline themselves.
 
     A property of the module's class comes before the module's own dictionary, which stays as it
     is: code inside the module, which looks there, still sees the original.
@@ -187,7 +187,7 @@ def swap(module: ModuleType, name: str, ours: Any) -> None:
 
     def assign(_: ModuleType, value: Any) -> None:
         nonlocal ours
-        ours = value  # somebody else's patch goes over ours, as it would over torch's
+        ours = value  # a script's own patch goes over ours, as it would over torch's
 
     kind: Any = type(module)
     module.__class__ = type(kind.__name__, (kind,), {name: property(look_up, assign)})

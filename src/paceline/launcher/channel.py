@@ -6,8 +6,8 @@ what the other end has not confirmed is sent again, so every message is heard on
 A connection goes to the port of the lead's store, which hands it on once the follower has proved
 the run's secret: machines need one open port. A frame is its length, a signature and its JSON. The
 signature covers the direction and the number of the frame too, with a key of this connection
-alone, so that nothing can be altered, left out, repeated or sent back. Whoever breaks these rules
-is cut off.
+alone, so that nothing can be altered, left out, repeated or sent back. A sender that breaks these
+rules is cut off.
 
     {"heard": n}    that n messages have come: first of all on each connection, and as a beat
     anything else   a message
@@ -255,7 +255,7 @@ class Connector:
             self._made.append((connection, b"", key))
         except OSError as error:
             self.problem = error
-        # Not all the time: where nobody listens, the answer comes at once.
+        # Not all the time: where nothing listens, the answer comes at once.
         time.sleep(max(0.0, started_s + 0.2 - time.monotonic()))
 
     def close(self) -> None:

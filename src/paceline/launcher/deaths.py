@@ -34,7 +34,7 @@ SAME_LINE = 2
 BUG = "that is a bug, not an accident"
 CRASHES = frozenset({signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS})
 ASKS_TO_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-"""Whoever ends a process with these means it."""
+"""Signals that are sent on purpose."""
 BEFORE_TRAINING = -1
 """Stands for the step in which a worker died, where nothing was trained yet."""
 
@@ -60,7 +60,7 @@ class WorkerExit:
     is_accident: bool = False
     """Whether it says that a device or a process that loads data is."""
     ends_run: bool = False
-    """Whether it said that nobody should continue."""
+    """Whether it said that no worker should continue."""
     step: int = 0
     """The last step of a `Run` that it began; 0 if none is known."""
     accused: str = ""
@@ -168,9 +168,9 @@ class StopReason:
     lost_in: int = 0
     """The step in which the last worker died: the checkpoint carries on."""
     is_final: bool = False
-    """Nobody starts again."""
+    """No worker starts again."""
     is_hard: bool = False
-    """Nobody here may write anything any more."""
+    """No worker here may write anything any more."""
 
     @classmethod
     def by_signal(cls, number: int) -> StopReason:
@@ -180,7 +180,7 @@ class StopReason:
 
     @classmethod
     def of(cls, end: WorkerExit | None, text: str = "", lost_in: int = 0) -> StopReason:
-        """It was the end of one worker, for which there may be other words; or nobody's."""
+        """It was the end of one worker, for which there may be other words; or of none."""
         if end is None:
             return cls(text=text, lost_in=lost_in)
         if not text and end.exit_code > 0 and end.signal in ASKS_TO_END:  # as all workers have
@@ -288,7 +288,7 @@ class Deaths:
         self._joined[worker] = step
 
     def ends_run(self, end: WorkerExit) -> bool:
-        """Whether nobody should continue after this death, were it the first."""
+        """Whether no worker should continue after this death, were it the first."""
         return end.ends_run or (end.raised and not self.survives_errors)
 
     def judge(self, end: WorkerExit, generation: int) -> str:

@@ -65,7 +65,7 @@ class Flag:
         return self.default, "default"
 
     def read(self, text: str, source: str) -> Any:
-        """The option's value. A switch is on unless somebody has written 0."""
+        """The option's value. A switch is on unless its variable is 0."""
         if not self.metavar:
             return text not in {"", "0"}
         try:

@@ -4,10 +4,10 @@
     joined, ready, lost, finished, died  ---->   roster, of the workers of all machines
     ledgers, twice a second              ---->   kept, in case this machine is lost
     announce it, start a replacement     <----   orders
-    leave, when no worker is left here           everybody has finished
+    leave, when no worker is left here           all have finished
 
 A lead that is gone, or out of reach, takes everything along: others may continue without this
-machine, so nobody here may write any more.
+machine, so no worker here may write any more.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Follower(Workers):
         return worker not in self._finished | self._left
 
     def on_exit(self, end: WorkerExit, ledger: dict[str, Any]) -> bool:
-        """A worker has ended early; the lead decides, and ends everybody if nobody continues."""
+        """A worker has ended early; the lead decides, and ends all if none continues."""
         worker = end.rank
         if worker in self.dismissed:
             return True

@@ -57,8 +57,8 @@ def launch(
     `fn` joins the others with `paceline.init_process_group()`. Results may be numbers, strings,
     containers and tensors; anything else comes back as None, with a warning. The first worker to
     fail ends all, and its traceback is in the `WorkerError` raised here. So does one that is
-    killed: unlike `paceline run`, this replaces nobody. In a notebook the results of a `Run` with
-    a folder show its report.
+    killed: unlike `paceline run`, this replaces no worker. In a notebook the results of a `Run`
+    with a folder show its report.
     """
     _check(fn, workers, threads)
     for name in MODULES:  # loaded once here, not once per worker
@@ -138,7 +138,7 @@ class _Forks:
         self.asked.put(None)
         self.thread.join()
         for process in self.processes:  # multiprocessing forgets the workers
-            if process.is_alive():  # an interrupt came before anybody supervised it
+            if process.is_alive():  # an interrupt came before it was supervised
                 process.kill()
             process.join()
             process.close()

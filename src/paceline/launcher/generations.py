@@ -51,9 +51,9 @@ class Generations(Workers):
     """Replacements that are to be started when their time has come."""
     on_machine_gone: Callable[[int], None] = lambda machine: None
     give_up_keys: Callable[[str], None] = lambda place: None
-    """End waits in the store for what nobody will set any more."""
+    """End waits in the store for keys that will not be set any more."""
     _left: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Ledgers of the dead, and of those who left, that nobody has taken yet."""
+    """Ledgers of the dead, and of those who left, that no worker has taken yet."""
     _ledgers: int = 0
     _died_s: float = 0.0
     _broken_s: float = -BROKEN_S
@@ -195,7 +195,7 @@ class Generations(Workers):
     def on_exit(self, end: WorkerExit, ledger: dict[str, Any]) -> bool:
         """A worker has ended early, or failed and will; whether the others can continue.
 
-        Where a signal has ended it before anybody trained, nothing is lost, and all start again.
+        Where a signal has ended it before any worker trained, nothing is lost, and all start again.
         """
         worker = end.rank
         if worker in self.dismissed:
@@ -238,7 +238,7 @@ class Generations(Workers):
 
     def _may_be_overtaken(self, end: WorkerExit) -> bool:
         """Whether a death in the first step has come before another machine's word that its workers
-        are in it. Until they are, nobody survives a death."""
+        are in it. Until they are, no death is survived."""
         is_accident = end.killed_by or end.is_secondary or end.is_accident
         is_first = self.end is None and not self.roster.has_trained
         is_ours = self.is_on and end.rank in self.roster.members
@@ -387,7 +387,7 @@ class Generations(Workers):
 
     def _end(self, end: StopReason) -> None:
         if self.roster.is_stopping:
-            self.tell_end(end.text)  # the end has a reason; nobody may wait for others
+            self.tell_end(end.text)  # the end has a reason; no worker may wait for others
         elif self.end is None:
             self.end = end
             self.pass_on(end)
@@ -396,7 +396,7 @@ class Generations(Workers):
         while self._leavers and order.members:
             self._left_early.add(worker := self._leavers.pop())
             self.say(f"worker {worker} has left its loop; {self._rest()}.")
-        # Somebody may wait there for the dead; or, while the group of the one before is used
+        # Workers may wait there for the dead; or, while the group of the one before is used
         # until it ends between two steps, for those who go straight on to this one.
         before = meeting_place(order.generation - 1)
         self.give_up_keys(before if order.is_urgent else f"{before}/here")

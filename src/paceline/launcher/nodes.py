@@ -3,11 +3,11 @@
 The launcher that owns the address given leads: it serves the store for the workers of all machines,
 and decides who trains if workers die. The others connect with it, and a channel to each stays open
 to the end. With `--node-rank` the machines bring their numbers; otherwise they get them as they
-arrive. A machine that is alone leads, and waits for nobody.
+arrive. A machine that is alone leads, and does not wait.
 
       a follower                the lead
     hello, with its workers --->
-                            <---  welcome, when all are there: its number, everybody's workers
+                            <---  welcome, when all are there: its number, all machines' workers
     ready                   --->
                             <---  begin, when all are: an attempt, during which workers speak
     done                    --->
@@ -151,7 +151,7 @@ class Rendezvous:
         self.sizes: list[int] = []
         """Workers by machine; none on those that are gone."""
         self.is_over = False
-        """A machine was told to stop, so nobody restarts."""
+        """A machine was told to stop, so none restarts."""
         self.channels: dict[int, Channel] = {}
         """Channels to the other machines, or to the lead."""
         self.workers: Generations | Follower | None = None
@@ -423,7 +423,7 @@ class Rendezvous:
 def _bind_address(host: str) -> str:
     """The address to listen on: the one given, so that no other interface is open.
 
-    A machine's own name often resolves to loopback on that machine, where nobody else could
+    A machine's own name often resolves to loopback on that machine, where no other could
     reach it; only then is it every interface.
     """
     if is_loopback(host):

@@ -39,15 +39,15 @@ from paceline.telemetry import (
 
 MAX_WAITING_BYTES = 2**20
 LAST_WAIT_S = 10.0
-"""How long a launcher that has nothing else to do waits for somebody to read what it has said."""
+"""How long a launcher that has nothing else to do waits until what it has printed is read."""
 TERMINAL_PATIENCE_S = 1.0
 LOG_PATIENCE_S = 10.0
 _COLOURS = (36, 33, 35, 32, 34, 31)
 
 
 class PipeWriter(io.RawIOBase):
-    """Writes to a pipe or a terminal as much as it has room for, so that whoever reads it, or has
-    paused it with Ctrl-S, holds nobody up."""
+    """Writes to a pipe or a terminal as much as it has room for, so that a reader who is slow, or
+    has paused it with Ctrl-S, does not hold the launcher up."""
 
     def __init__(self, fd: int) -> None:
         self.fd, self.waiting = fd, bytearray()
@@ -76,7 +76,7 @@ class PipeWriter(io.RawIOBase):
         if self.waiting and wait_s:
             self.waiting.clear()
             self._is_given_up = True
-            raise TimeoutError(errno.ETIMEDOUT, f"nobody has read it for {wait_s:g} s")
+            raise TimeoutError(errno.ETIMEDOUT, f"it was not read for {wait_s:g} s")
         return len(data)
 
     def writable(self) -> bool:
@@ -100,7 +100,7 @@ class Console:
     pipes: Sequence[PipeWriter] = ()
     """Those of the streams that are pipes or terminals."""
     live: frozenset[int] = frozenset({STDOUT, STDERR})
-    """Streams that somebody watches; the others are logs."""
+    """Streams that a person watches; the others are logs."""
     coloured: frozenset[int] = frozenset()
     screen: Screen | None = None
     """The terminal's bottom line, where there is a terminal that can have one."""
@@ -156,7 +156,7 @@ class Console:
         """A disk that is full does not end a training: what it does not take is lost, and said."""
         try:
             write(data)
-        except BrokenPipeError:  # nobody wants to read it
+        except BrokenPipeError:  # its reader is gone
             raise
         except OSError as error:
             if where not in self._broken:
@@ -300,7 +300,7 @@ class Records(Source):
     def take(self, data: bytes, now_s: float) -> None:
         """Draw what is new."""
         *whole, self.rest = (self.rest + data).split(b"\n")
-        if len(self.rest) > MAX_LINE_BYTES:  # somebody else writes here
+        if len(self.rest) > MAX_LINE_BYTES:  # not written by a worker of ours
             self.rest = b""
         records = [record for line in whole if (record := read_record(line)) is not None]
         if not records:

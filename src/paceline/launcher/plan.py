@@ -76,12 +76,12 @@ class WorkerSpec:
 
     @property
     def speaks_for_all(self) -> bool:
-        """Whether it may say where the run is, and somebody sees it."""
+        """Whether it may say where the run is, and a person sees it."""
         return self.may_lead and self.routes[STDOUT].on_console
 
     @property
     def marks_lines(self) -> bool:
-        """Whether it marks lines of the whole run: only where nobody but us reads them."""
+        """Whether it marks lines of the whole run: only where we alone read them."""
         is_ours = not self.takes_terminal and not self.routes[STDOUT].log_file
         return is_ours and self.speaks_for_all
 

@@ -106,8 +106,8 @@ def private_folder() -> Iterator[str]:
         try:
             lock = _lock(folder)
         except (BlockingIOError, FileNotFoundError):
-            continue  # somebody took it for left before it was locked
-        except OSError:  # a file system without locks: nobody takes anything for left there
+            continue  # another process took it for left before it was locked
+        except OSError:  # a file system without locks: nothing is taken for left there
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         if os.path.exists(folder):
             break
@@ -243,7 +243,7 @@ class EndRecord:
     """What the launcher itself writes into the run folder: exceptions, and why the run ended."""
 
     def __init__(self, announced: str, console: Console) -> None:
-        """`announced` is the file in which whoever writes in the folder has named it."""
+        """`announced` is the file in which the worker that writes in the folder has named it."""
         self._announced, self._console = announced, console
         self._has_shown = False
 

@@ -1,6 +1,6 @@
-"""What workers print, read while somebody reads what is shown of it.
+"""What workers print, read as fast as what is shown of it is read.
 
-A pipe behind the console that nobody empties, such as that of a stopped pager, holds workers that
+A pipe behind the console that is not emptied, such as that of a stopped pager, holds workers that
 print, but not the launcher: it reads nothing more of theirs, and goes on with everything else.
 """
 
@@ -15,7 +15,7 @@ from paceline.launcher.output import LAST_WAIT_S, Console, Source
 
 # How long output may still come after the last worker has ended.
 DRAIN_S = 0.25
-# How long to wait for room in a pipe that nobody reads.
+# How long to wait for room in a pipe that is not read.
 FULL_PIPE_S = 0.02
 
 

@@ -52,14 +52,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class RestartAll:
-    """Nobody is left who knows the state: begin with the newest checkpoint."""
+    """No worker is left that knows the state: begin with the newest checkpoint."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """End everybody."""
+    """End all workers."""
 
     reason: str
 
@@ -125,9 +125,9 @@ class Roster:
     """Too few are left: they wait for replacements."""
     replaced: int = 0
     is_finished: bool = False
-    """A member has done all there was to do, and nobody finishes before all have: no more joins."""
+    """A member has done all there was to do, and none finishes before all have: no more joins."""
     is_stopping: bool = False
-    """All were asked to stop: who is left finishes the step and saves, and nobody is replaced."""
+    """All were asked to stop: those left finish the step and save, and none is replaced."""
     patience_s: float = FORMING_S
     """How long at least groups may fail to form: what is between machines may come back."""
     fruitless: int = 0
@@ -159,7 +159,7 @@ class Roster:
 
     @property
     def has_trained(self) -> bool:
-        """Whether somebody ever joined a generation: until then there is nothing to survive."""
+        """Whether a worker ever joined a generation: until then there is nothing to survive."""
         return self.generation > 0 or self.is_formed
 
     def on_joined(self, worker: int, generation: int) -> list[Order]:
@@ -230,7 +230,7 @@ class Roster:
         return [RestartAll(f"machine {machine}, the last one with workers, was lost")]
 
     def on_lost(self, worker: int, generation: int, now_s: float, why: str = "") -> list[Order]:
-        """A member's group is broken; who died, if anybody did, will be heard of soon.
+        """A member's group is broken; which worker died, if one did, will be known soon.
 
         Where the next generation waits for the end of a step, others may wait in this one for what
         will not come.
@@ -249,7 +249,7 @@ class Roster:
         return [*held, *self._dismiss_waiting()]
 
     def _dismiss_waiting(self) -> list[Order]:
-        """Nobody is let in any more where all are to stop."""
+        """No worker is let in any more where all are to stop."""
         late = [
             worker
             for worker, each in self._workers.items()
@@ -267,7 +267,7 @@ class Roster:
         return self._lost_at_s + LOST_GRACE_S
 
     def on_time(self, now_s: float) -> list[Order]:
-        """Nobody died: the same members form another group."""
+        """No worker died: the same members form another group."""
         if self.due_s is None or now_s < self.due_s:
             return []
         if self.is_formed or not self.fruitless:
@@ -377,8 +377,8 @@ class Roster:
     def _invite(self) -> list[Order]:
         """Let those in that wait, and those go that leave.
 
-        Not while somebody is on the way to another generation. Who is new knows nothing yet, so
-        nobody goes unless another member stays.
+        Not while a worker is on the way to another generation. Who is new knows nothing yet, so
+        no member goes unless another stays.
         """
         if self.is_held or self.is_stopping or not self.is_formed or self._lost_at_s is not None:
             return []

@@ -190,7 +190,7 @@ class LocalRun:
                     self.console.tell("nothing was trained yet; all start again.")
                 else:
                     self.console.tell(
-                        "nobody can continue; all start again, from a checkpoint if there is one."
+                        "no worker can go on; all start again, from a checkpoint if there is one."
                     )
                 continue
             if attempt >= restarts:

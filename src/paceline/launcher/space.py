@@ -39,7 +39,7 @@ class Space:
         self.waiting: dict[bytes, set[Caller]] = {}
         """By the key that they wait for next."""
         self.given_up: deque[bytes] = deque(maxlen=MOST_GIVEN_UP)
-        """What keys begin with that nobody will set any more."""
+        """Prefixes of keys that will not be set any more."""
         self.callers: dict[Caller, None] = {}
         """In the order in which they last said something."""
 

@@ -1,13 +1,13 @@
 """Workers that stand still: which of them is stopped, silent or hangs, seen from the launcher.
 
 A stall window is looked at `BEATS` times. Looks are counted, not timed: a launcher that was stopped
-itself blames nobody. A worker says with each beat whether it trains, waits for the others in a
+itself blames no worker. A worker says with each beat whether it trains, waits for the others in a
 collective, or has stood still in its own code all the time that `--stall-end` allows: where one
 waits, on whatever machine, those that hang are what it waits for.
 
     trains --(nothing for --stall-end, while another waits)--> its stack is dumped --> accused
 
-Where all of them have waited for as long, nobody is at fault whom a replacement would help: the
+Where all of them have waited for as long, no worker is at fault that a replacement would help: the
 workers are not at the same collective, and the run ends.
 """
 

@@ -5,7 +5,7 @@
                          └--> it is stopped or gone: a new interpreter
 
 Nothing here waits: `turn` looks what has come. Where others train already, a worker that cannot be
-started is tried again later, and ends nobody.
+started is tried again later, and ends no other worker.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.launcher.template import Template, TemplateError
 
 # A template that is to answer is looked at so often, and is done without, in favour of new
 # interpreters, if it is stopped, or has not computed at so many looks in a row. On a machine that
-# is busy it takes as long as it takes: whoever began anew would take longer.
+# is busy it takes as long as it takes: a new one would take longer.
 LOOK_S, MOST_IDLE = 5.0, 12
 LIMITS = {
     errno.EAGAIN: "there are too many processes",
@@ -69,7 +69,7 @@ class Starts:
         return bool(self.queue) or self._asked is not None
 
     def turn(self) -> None:
-        """Hear what the template says, and start whoever can be started now."""
+        """Hear what the template says, and start the workers that can be started now."""
         if self.template is not None:
             self._hear(self.template)
         while self.queue and self._asked is None:
@@ -80,7 +80,7 @@ class Starts:
             self._start(self.queue.popleft())
 
     def give_up(self) -> None:
-        """Start nobody any more."""
+        """Start no more workers."""
         self.queue.clear()
         if self._asked is not None:
             self._drop(*self._take_asked())

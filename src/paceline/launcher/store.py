@@ -1,6 +1,6 @@
 """The store where workers meet, served by the launcher: torch's protocol without torch.
 
-A store in a worker would stop with it, and leave everybody else waiting. The launcher cannot import
+A store in a worker would stop with it, and leave all others waiting. The launcher cannot import
 torch, which takes seconds. So this is the server side of what `torch.distributed.TCPStore` speaks.
 
 There are two stores in it, and nothing passes from one to the other:
@@ -137,7 +137,7 @@ class StoreServer:
             self._thread.start()
 
     def give_up(self, place: str) -> None:
-        """End all waits for keys below `place`, with an error: nobody will set them any more."""
+        """End all waits for keys below `place`, with an error: they will not be set any more."""
 
         def end_waits() -> None:
             self.ours.given_up.append(prefix := f"{place}/".encode())
@@ -166,7 +166,7 @@ class StoreServer:
         self.socket.close()
 
     def _do(self, task: Callable[[], None]) -> None:
-        """Have the thread do it before it answers anybody who calls from now on."""
+        """Have the thread do it before it answers a client that calls from now on."""
         if self._thread is None:
             task()
             return
@@ -232,7 +232,7 @@ class StoreServer:
         return next(silent, None) or next(idle if space is self.theirs else iter(()))
 
     def _attend(self, caller: Caller, events: int) -> None:
-        """Read and answer; whoever does not read answers is not heard, and nobody waits for it."""
+        """Read and answer; a client that does not read answers is not heard, and not waited for."""
         try:
             self._send(caller, b"")
             if events & selectors.EVENT_READ:

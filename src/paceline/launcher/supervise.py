@@ -50,7 +50,7 @@ from paceline.telemetry import count_text, read_terminal
 
 # How long a failure that only blames a peer waits for the peer's own.
 BLAME_PATIENCE_S = 0.2
-# How runs are shown where nobody wants to read that workers start.
+# How runs are shown where it is not to be read that workers start.
 SILENT = ("quiet", "json")
 # Importing torch takes seconds, in which nothing is to be seen.
 GREETING_S = 0.05
@@ -65,7 +65,7 @@ _LONGEST_WAIT_S = 0.2
 
 @dataclass(eq=False)
 class Supervisor:
-    """Starts workers, passes on output and waits for everybody's end; ends all when one fails.
+    """Starts workers, passes on output and waits for their end; ends all when one fails.
 
     `start` makes a process of a spec and its pipes; it has no number yet where the template was
     asked for it. After a signal to the launcher workers have longer to end, and a second signal
@@ -301,7 +301,7 @@ class Supervisor:
             if not self.generations.is_on:
                 self.on_failure(end.is_secondary)
             elif not end.raised or self.generations.survives_errors:
-                worker.send(signal.SIGKILL)  # nobody waits for it, nor it for anybody
+                worker.send(signal.SIGKILL)  # it waits for no process, and none for it
             elif self.generations.on_exit(end, {}):
                 worker.is_judged = True
                 worker.send(signal.SIGKILL)
@@ -417,7 +417,7 @@ class Supervisor:
                 if self.console.screen is not None:
                     self.console.screen.note(STOPPING)
             elif time.monotonic_ns() - self.ending_since_ns > REPEAT_NS:
-                self.kill_all()  # somebody presses Ctrl-C again
+                self.kill_all()  # Ctrl-C was pressed again
 
     def on_look(self) -> None:
         """End workers for whom others would wait for good; or all, if all wait for each other."""

@@ -126,7 +126,7 @@ class Worker:
     """One worker's side of the bargain with its launcher.
 
     Invariant: after the user's code has failed, the error file is complete before the launcher
-    hears of it, whether the process then ends or hangs in somebody's clean-up.
+    hears of it, whether the process then ends or hangs while the script cleans up.
     """
 
     def __init__(self, instructions: Instructions) -> None:
@@ -185,7 +185,7 @@ class Worker:
             self.tell(FAILED)
         elif is_secondary(error) or is_accident(error):
             self.tell(LOST_UNSAID)
-        else:  # its disk is full, and nobody else would print it
+        else:  # its disk is full, and nothing else would print it
             traceback.print_exception(error)
             self.tell(FAILED_UNSAID)
 
@@ -361,7 +361,7 @@ def message_of(error: BaseException) -> str:
 
 
 def shorten(text: str) -> str:
-    """Its beginning and its end, where somebody has put a whole dataset into an exception."""
+    """Its beginning and its end, where an exception has a whole dataset in it."""
     left_out = len(text) - 2 * MOST_WORDS
     if left_out <= 0:
         return text

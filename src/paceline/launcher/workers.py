@@ -1,4 +1,4 @@
-"""The workers of this machine as their launcher talks to them, whoever decides about them.
+"""The workers of this machine as their launcher talks to them; decisions may be made elsewhere.
 
 Each has a channel to its launcher, and a ledger that outlives it. Launchers of several machines
 have channels to each other: one leads and decides (`generations`), the others obey (`follower`).
@@ -65,7 +65,7 @@ class WorkerChannel:
 
 @dataclass(kw_only=True)
 class Workers:
-    """The workers of this machine, whoever decides about them."""
+    """The workers of this machine; who starts and ends them may be decided elsewhere."""
 
     say: Callable[[str], None]
     survives_errors: bool = False
@@ -184,7 +184,7 @@ class Workers:
                 self.dismissed.add(worker)
 
     def tell_end(self, reason: str) -> None:
-        """Tell the workers of this machine that no generation follows, so that nobody waits."""
+        """Tell the workers of this machine that no generation follows, so that none waits."""
         end = {"number": LAST_GENERATION, "rank": 0, "size": 1, "ends": reason}
         for channel in self.worker_channels.values():
             channel.tell(end)

@@ -40,7 +40,7 @@ class Buffers:
     def __init__(
         self, module: nn.Module, membership: Membership, *, is_ordered: bool = False
     ) -> None:
-        """`is_ordered`: statistics are added shard by shard, whoever computes them."""
+        """`is_ordered`: statistics are added shard by shard, whichever worker computes them."""
         self.is_cut = False
         """Whether shards are in pieces: then no statistics move, and other buffers are what the
         first piece of shard 0 makes of them."""

@@ -100,7 +100,7 @@ from paceline.update import (
 )
 
 _REPEATED = (
-    "Epoch {} begins anew: its batches were those of the loaders of {}, so nobody knows which "
+    "Epoch {} begins anew: its batches were those of the loaders of {}, so it is not known which "
     "samples the {} steps so far had. They are trained on again."
 )
 SAMPLES = "samples"
@@ -121,7 +121,7 @@ def build_run(config: RunConfig) -> RunParts:
     link, shares_out, can_survive = _find_link(config, members, launched)
     is_replacement = link is not None and link.is_replacement
     if is_replacement:
-        members.leave()  # alone, and writing for nobody, until it is let in
+        members.leave()  # alone, and without rank 0's duties, until it is let in
     model = _unwrapped(config.model)
     module = bare(model)
     device = next((param.device for param in module.parameters()), torch.device("cpu"))

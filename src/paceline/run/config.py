@@ -151,7 +151,7 @@ class RunOptions:
         check_whole("patience", self.patience, or_none=True)
         if self.patience is not None and self.best_metric is None:
             raise UsageError(
-                f"patience is {self.patience}, and nobody says with what.",
+                f"patience is {self.patience}, but best_metric is not set.",
                 advice='Pass best_metric="loss", or another name that run.evaluate() returns.',
             )
         check_whole("steps_per_epoch", self.steps_per_epoch, or_none=True)
@@ -433,7 +433,7 @@ _MEMBERS = {
     "scheduler": ("step", "state_dict", "load_state_dict"),
     "scaler": ("is_enabled", "scale", "unscale_", "step", "update", "state_dict"),
 }
-"""What an argument of `Run` must have; its class may be anybody's."""
+"""What an argument of `Run` must have, whatever its class."""
 
 
 def check_dataset(dataset: Any, advice: str) -> None:

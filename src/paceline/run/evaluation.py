@@ -131,7 +131,7 @@ def evaluate(parts: RunParts, wanted: Evaluation) -> dict[str, float]:
         total = parts.exchanges.add_up(task, "Adding up the evaluation")
     samples = int(round_sum(total.pop(SAMPLES)[1]))
     scores = means(total)
-    if parts.recovery.is_apart:
+    if parts.recovery.step_abandoned:
         return scores  # of a step that is done again, and then for all to see
     parts.progress.scores |= scores
     # After the last step of an epoch the next one has begun, but has nothing to show yet.
@@ -147,9 +147,9 @@ def score_share(parts: RunParts, wanted: Evaluation, step: int) -> ExactSums:
 
     With `collect` the scores are predictions, and rank 0's sums are what it makes of all of them.
     """
-    config, members, is_apart = parts.config, parts.place.membership, parts.recovery.is_apart
-    # One that is apart scores all of it: its script is to see the numbers that others like it see.
-    rank, size = (0, 1) if is_apart else (members.rank, members.size)
+    config, members, recovery = parts.config, parts.place.membership, parts.recovery
+    # A worker whose step was abandoned scores all of it, so that its script sees the same numbers.
+    rank, size = (0, 1) if recovery.step_abandoned else (members.rank, members.size)
     score, reduction, collect = wanted.score, wanted.reduction, wanted.collect
     check_choice("reduction", reduction, ("mean", "sum", None))
     batch: Any = wanted.batch
@@ -168,7 +168,7 @@ def score_share(parts: RunParts, wanted: Evaluation, step: int) -> ExactSums:
     training = parts.training
     if wanted.ema and training.average is not None:
         weights, prefix = training.average.in_use(), "ema_"
-    if training.buffers is not None and not is_apart:
+    if training.buffers is not None and not recovery.step_abandoned:
         # Buffers that shard 0 changed late are with one worker only; all are to score the same
         # model.
         training.buffers.agree()
@@ -246,7 +246,7 @@ def _load(
     total = len(dataset)
     batches = -(-total // batch)
     numbers = range(rank, batches, size)
-    if isinstance(dataset, Files):  # neighbours, so that nobody skips what others read
+    if isinstance(dataset, Files):  # neighbours, so that no worker skips what others read
         numbers = range(batches * rank // size, batches * (rank + 1) // size)
         workers = min(workers, 1)
 
@@ -289,7 +289,7 @@ def _checked(scores: Any, rows: int, reduction: str | None) -> Iterator[tuple[st
             case _:
                 raise UsageError(
                     f"The score {name!r} is {score!r:.60}, and not a number; or it comes with a "
-                    "count, and nobody says whether it is a mean or a sum.",
+                    "count, and it is not said whether it is a mean or a sum.",
                     advice=_ADVICE,
                 )
 

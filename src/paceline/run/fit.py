@@ -416,7 +416,7 @@ def make_fit(
     if folder:
         wanted = asked = config.global_batch
     if config.options.same_bits:
-        causes["same_bits"] = "and the bits of a shard would depend on somebody's memory"
+        causes["same_bits"] = "and the bits of a shard would depend on a worker's memory"
     if config.has_sync_norm:
         causes["SyncBatchNorm"] = "whose statistics are over the samples of all workers"
     for name, why in causes.items():

@@ -27,7 +27,7 @@ class FolderLock:
         if self._file is not None:
             return
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        # A read-only or a full disk, and a network drive without locks: nobody can be kept out.
+        # A read-only or a full disk, and a network drive without locks: no process can be kept out.
         with suppress(OSError):
             file = self._file = os.open(self._folder.path / ".lock", flags, 0o600)
             try:

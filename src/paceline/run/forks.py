@@ -2,7 +2,7 @@
 
 A forked process needs the lock on Python's list of threads before it runs any code. torch's own
 threads take that lock without holding Python's global one, as when Gloo lets go of a tensor: if one
-has it at the moment of a fork, nobody ever returns it in the new process (seen with Python 3.11,
+has it at the moment of a fork, it is never released in the new process (seen with Python 3.11,
 once in some hundred epochs on a busy machine). So each new process says that it lives, and one that
 neither says so nor computes is ended and forked again.
 
@@ -85,8 +85,8 @@ def watch_processes(batches: Any) -> None:
 class _Watched:
     """The queue of a loader's batches: torch's handler raises in a wait for one, and nowhere else.
 
-    Somebody must raise there. One that is killed while it writes a long batch leaves a part of it,
-    and the rest would be waited for as long as another process could write it.
+    An error must be raised there. One that is killed while it writes a long batch leaves a part
+    of it, and the rest would be waited for as long as another process could write it.
     """
 
     def __init__(self, batches: Any, processes: list[Any]) -> None:
@@ -152,7 +152,7 @@ class LivingBatches:
             try:
                 batches = iter(self._make(ahead))
                 watch_processes(batches)
-            except RuntimeError as error:  # of torch's handler, before nobody hears it
+            except RuntimeError as error:  # of torch's handler, before it could be lost
                 if "DataLoader worker (pid" not in str(error):
                     raise
                 self._survive(LoaderKilled(str(error).strip(". ")))

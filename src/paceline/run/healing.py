@@ -1,7 +1,8 @@
 """How workers that have come unequally far are made equal: compare, transfer, adopt.
 
-By one step at most, and by the results of what they did together since. Whoever has less gets it
-from those who have more, so that nothing is done twice and nobody waits for something that is over.
+By one step at most, and by the results of what they did together since. A worker that has less gets
+it from those who have more, so that nothing is done twice and no worker waits for something that is
+over.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Standing:
     """What it has been told since the last step."""
     epochs: int = 0
     saved: int | None = None
-    """The last step that was saved, as whoever writes knows it."""
+    """The last step that was saved, as the worker that writes knows it."""
     tried: int = 0
     kept: int = 0
     """The last save in which it took part, and, if it writes from now on, that it has."""
@@ -136,7 +137,7 @@ class Healing:
         self._parts, self._has_led = parts, has_led
 
     def heal(self, member: Member, inherited: dict[str, Any], *, has_lost_state: bool) -> bool:
-        """Make everybody's state that of the worker which has come furthest.
+        """Make the state of all that of the worker which has come furthest.
 
         Returns whether the optimizer's is not to be had any more, since parts of it were with the
         dead only: then all must go back.
@@ -185,7 +186,7 @@ class Healing:
         )
 
     def _transfer(self, verdict: Verdict, *, is_new: bool) -> None:
-        """Send the leader's state to all; whoever is behind loads it."""
+        """Send the leader's state to all; workers that are behind load it."""
         parts, members = self._parts, self._parts.place.membership
         state, progress = parts.training.state, parts.progress
         sent = None
@@ -251,7 +252,7 @@ class Healing:
                 continue
             add_sums(metrics.epoch, ledger["sums"])
             step, turn = ledger["last"], ledger["turn"]
-            # The part of the step in which it died counts only if somebody has applied that step.
+            # The part of the step in which it died counts only if a worker has applied that step.
             is_turn = step == verdict.step + 1 and 0 < turn <= verdict.turn
             if is_turn or step <= verdict.step:
                 add_sums(metrics.epoch, ledger["next"])

@@ -1,7 +1,7 @@
 """From samples to this worker's batches: loaded ahead, in order, with their own random numbers.
 
 One `DataLoader` serves the whole run, across epochs, so that its workers start once. What it is
-asked for are shards, not samples: whoever loads a shard seeds its generators first, so that
+asked for are shards, not samples: a worker that loads a shard seeds its generators first, so that
 augmentation does not depend on how many processes load.
 
 A stream has no indices, so its samples cannot be dealt before they are read: every worker reads all

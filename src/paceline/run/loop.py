@@ -345,8 +345,8 @@ class Run:
     def _leave_together(self) -> str | None:
         """Wait for the last checkpoint; what to say of steps that no checkpoint holds.
 
-        Nobody goes before: who writes it may die, and then another one does. None where the state
-        died with it, so that there are steps to do again.
+        No worker goes before: the one that writes may die, and then another one does. None where
+        the state died with it, so that there are steps to do again.
         """
         parts, saving = self._parts, self._parts.outlets.saving
         recovery, is_saved, lost = parts.recovery, False, ""
@@ -371,8 +371,8 @@ class Run:
         """What to say of steps that no checkpoint holds, when all are written that can be; and
         whether every worker knows of a save of the last step.
 
-        Whoever writes may have died: those who have regrouped since forget that save, and those who
-        took part in it only afterwards do not. So all of them save again, or nobody does.
+        The worker that writes may have died: those who have regrouped since forget that save, and
+        those who took part in it only afterwards do not. So all of them save again, or none does.
         """
         saving = self._parts.outlets.saving
         self._parts.outlets.report_checkpoints(wait=True)
@@ -457,7 +457,7 @@ class Run:
             position,
             self._reports.add_up_so_far,
             parts.progress.scores,
-            can_save=lambda: not parts.recovery.must_go_back and not parts.recovery.is_apart,
+            can_save=lambda: not parts.recovery.must_go_back and not parts.recovery.step_abandoned,
         )
 
     def _say_what_is_not_saved(self) -> None:

@@ -28,7 +28,7 @@ def leave_block(step: int) -> NoReturn:
     """Have a step begin again with the first line of its block, where another worker has died.
 
     A collective of the script's own that stands before the loop has failed on those who waited in
-    it, and they leave the block to do it again: so does everybody.
+    it, and they leave the block to do it again: so do all workers.
     """
     raise PeerError(f"Step {step} begins again: the script has talked to workers in it.")
 
@@ -148,7 +148,7 @@ def read_items(step: int, items: float | Tensor) -> float:
 
 # Note [Weights]
 # Gradients are summed over the workers and divided by the sum of all weights, which costs a pass
-# over them unless that quotient is one. Usually the items are samples, and everybody knows how
+# over them unless that quotient is one. Usually the items are samples, and every worker knows how
 # many the global batch has: so losses are multiplied by size / samples beforehand, and the plain
 # average over the workers is right. A worker without a shard weighs nothing, because it cannot know
 # whether the others weigh items; then the one that has shard 0 brings all the weight there is,

@@ -6,7 +6,7 @@
        └--(joined)-- healed <-- group formed <-- met <-- announced, the newest one counts
 
 A thread hears the launcher. When a generation is urgent it shuts the sockets of the current group,
-so that a rank which waits there gets an error within milliseconds, whoever it waits for.
+so that a rank which waits there gets an error within milliseconds, whichever rank it waits for.
 
 The group is torch's own default group, so `torch.distributed` keeps working in the user's code.
 Members first meet at the launcher's store, and build the group when all are there, which takes
@@ -71,7 +71,7 @@ EXPLAIN_S = 1.0
 """How long the launcher may take to hear of a death that a collective has failed of."""
 LOOK_S, WAIT = 0.002, timedelta(seconds=5)
 """Between two looks whether a wait was ended in favour of a newer generation, and how long to wait
-where nobody ends waits."""
+where no launcher ends waits."""
 COLLECT_EVERY = 8
 """Generations between two collections: errors hold groups that were left, with their threads."""
 
@@ -137,7 +137,7 @@ class Member:
         return self.is_due and self._newest is not None and self._newest.leaves
 
     def ask_to_leave(self) -> bool:
-        """Somebody wants this worker to go, and not the others; False if there are no others."""
+        """This worker alone is to go; False if there are no others."""
         newest = self._newest
         if (self._membership.size if newest is None else newest.size) == 1:
             return False
@@ -199,7 +199,7 @@ class Member:
                 return
 
     def step_aside(self) -> None:
-        """Take part in nothing any more; from now on somebody else writes."""
+        """Take part in nothing any more; from now on another worker writes."""
         self._membership.leave()
         self._groups.leave()
 
@@ -215,7 +215,7 @@ class Member:
         self._link.tell("finished", is_left=is_left, is_saved=is_saved)
 
     def report_lost(self, why: BaseException | None = None) -> None:
-        """Tell the launcher that the group is broken, in case that nobody died; or that it could
+        """Tell the launcher that the group is broken, in case that no worker died; or that it could
         not be formed, and why."""
         text = "" if why is None else summarize(why)
         self._link.tell("lost", generation=self.number, why=text)
@@ -266,7 +266,7 @@ class Member:
                     self._heard.notify_all()
                 continue
             if generation.is_urgent:
-                # Before the waits end: whoever is released looks whether its group is broken.
+                # Before the waits end: a thread that is released looks whether its group is broken.
                 self._broken_before = generation.number
                 self._groups.interrupt()
             with self._heard:
@@ -287,7 +287,7 @@ def _spare_children() -> None:
 
 
 def can_form_anew(backend: str) -> bool:
-    """Whether groups of a backend can be left while somebody waits in them."""
+    """Whether groups of a backend can be left while a thread waits in them."""
     names = {part.rpartition(":")[2] for part in backend.split(",")}
     return names <= ({"gloo", "nccl"} if can_abort_nccl() else {"gloo"})
 
@@ -365,7 +365,7 @@ class Groups:
             if not have_ended():
                 _keep_for_ever(dist.group.WORLD)
             with suppress(RuntimeError):
-                if has_nccl:  # which would wait for everybody before it is destroyed
+                if has_nccl:  # which would wait for all ranks before it is destroyed
                     abort_default_group()
                 else:
                     dist.destroy_process_group()

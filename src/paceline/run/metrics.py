@@ -67,7 +67,7 @@ class Metrics:
         self._applied: dict[str, tuple[_Sum, _Sum]] = {}
         """Of turns of the step under way that are applied: they are not done again."""
         self._common: ExactSums = {}
-        """What all workers know of the epoch alike: nobody has to leave it behind."""
+        """What all workers know of the epoch alike: no worker has to leave it behind."""
         self._common_now: dict[str, Number] = {}
         self._before: dict[str, tuple[_Sum, _Sum]] = {}
         """What was there when the loop over the step's batches began."""
@@ -393,7 +393,7 @@ class Reports:
     def read_noise(self) -> NoiseEstimate | None:
         """Combine what all workers have measured since the last time, where they measure."""
         noise, exchanges = self._parts.training.noise, self._parts.exchanges
-        if noise is None or self._parts.recovery.is_apart:
+        if noise is None or self._parts.recovery.step_abandoned:
             return None
         return noise.add_gathered(
             exchanges.exchange(noise.measurements, "Adding up the gradient noise")

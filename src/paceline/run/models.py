@@ -68,7 +68,7 @@ class ByName:
 
 
 class Optimizers(ByName):
-    """Those of all models, for whoever asks what they are set to."""
+    """Those of all models, to read what they are set to."""
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -192,7 +192,7 @@ class Models:
 
 
 class TurnEngine:
-    """The engines of all models, and whose turn it is; between turns nobody's."""
+    """The engines of all models, and whose turn it is, if one is open."""
 
     def __init__(self, models: Models, engines: dict[str, Engine], members: Membership) -> None:
         self.module: nn.Module = models.modules

@@ -37,7 +37,7 @@ class StateObjects:
         self._said: set[str] = set()
         self.tell: Callable[[Message], None] = lambda _: None
         self.looks_at_large = False
-        """Whether steps may be done again that nobody sees, because another worker has died."""
+        """Whether steps may be done again unseen, because another worker has died."""
 
     def keep(self) -> Kept:
         """What there is now."""

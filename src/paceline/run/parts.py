@@ -281,7 +281,7 @@ class RunParts:
             training.buffers.is_cut = training.fit.size is not None
         progress.may_talk = is_each
         # Where no pass may talk it is refused, `fit` has to know, and a step in which the script
-        # has talked begins again with its block; nobody else asks.
+        # has talked begins again with its block; no other code asks.
         is_counted = not is_each or training.fit.is_on or self.recovery.is_on
         progress.count_talks = count_collectives(group) if is_counted else int
 

@@ -45,14 +45,14 @@ AGAIN: Any = object()
 
 
 class Recovery:
-    """What a run asks of whoever looks after lost workers; here they are an error."""
+    """How a run deals with lost workers; in this class they are an error."""
 
     is_on = False
     """Whether the run outlives a worker."""
     must_go_back = False
     """Whether a part of the state is gone: the same on all workers. Parameters are whole, so what
     follows a step runs as ever; the next step begins at a checkpoint."""
-    is_apart = False
+    step_abandoned = False
     """Whether this worker's step was given up, while others may be done with the one before, or do
     it again: until its next step, or until it goes back, it exchanges nothing with them."""
 
@@ -86,7 +86,7 @@ class Recovery:
         """The loop begins."""
 
     def end(self, *, is_left: bool = False, is_saved: bool = False) -> None:
-        """The loop is over, or `is_left`: from now on nobody is waited for.
+        """The loop is over, or `is_left`: from now on no worker is waited for.
 
         `is_saved` if a process that begins anew would find the training complete.
         """
@@ -103,13 +103,13 @@ class Recovery:
         """Let a launcher know of the run what has changed since it began."""
 
     def write_ledger(self) -> None:
-        """Keep what nobody else knows where it outlives this worker."""
+        """Keep what no other worker knows where it outlives this one."""
 
     def regroup(self, *, is_lost: bool = True) -> None:
         """Continue in the newest generation, after a failure unless all want to change."""
         raise PeerError("A worker is gone.")
 
-    def deal_anew(self, step: int, is_passed: Callable[[], bool]) -> Portion | None:
+    def redeal_after_failure(self, step: int, is_passed: Callable[[], bool]) -> Portion | None:
         """Regroup; this worker's part of the step that was lost, None if that is over."""
         raise PeerError(f"Step {step}: a worker is gone.")
 
@@ -195,7 +195,7 @@ class Survival(Recovery):
         self.member.regroup(is_lost=is_lost)
         self._parts.dealing.deal()
 
-    def deal_anew(self, step: int, is_passed: Callable[[], bool]) -> Portion | None:
+    def redeal_after_failure(self, step: int, is_passed: Callable[[], bool]) -> Portion | None:
         self.regroup()
         return self.attempt(partial(self._portion_of, is_passed))
 
@@ -205,8 +205,8 @@ class Survival(Recovery):
         return next(self._parts.dealing.portions, None)
 
     def change_generation(self) -> bool:
-        """Let everybody have all of the state, then join the next generation, or go."""
-        self.holds(self._parts.training.state.make_whole)  # whoever has it hands it to the others
+        """Let all workers have all of the state, then join the next generation, or go."""
+        self.holds(self._parts.training.state.make_whole)  # from the workers that have it
         if not self.member.is_leaving:
             self.regroup(is_lost=False)
             return True
@@ -224,8 +224,8 @@ class Survival(Recovery):
     def write_ledger(self) -> None:
         """Write down the sums of the epoch, and apart those of the step under way.
 
-        In every step before the sum that completes it, and so before anybody applies it: the others
-        know whether they have.
+        In every step before the sum that completes it, and so before any worker applies it: the
+        others know whether they have.
         """
         if self._is_over:
             return
@@ -260,7 +260,7 @@ class Survival(Recovery):
         leads = parts.place.membership.leads
         # The sums in a checkpoint are those of all workers, and are added up again.
         outlets.metrics.begin_at(progress.position.epoch, sums if leads else {}, step)
-        self.must_go_back = self.is_apart = False
+        self.must_go_back = self.step_abandoned = False
         parts.exchanges.begin_step()
         self.write_ledger()
         parts.dealing.deal()
@@ -289,7 +289,7 @@ class Exchanges:
     """What the workers of a run tell each other between two steps, each of them once.
 
     A worker may die in the middle, and those who are left may have come unequally far. So results
-    are kept until the next step: whoever missed one gets it from those who have it.
+    are kept until the next step: a worker that missed one gets it from those that have it.
     """
 
     def __init__(self, membership: Membership) -> None:
@@ -310,7 +310,7 @@ class Exchanges:
         `compute` gives this one's. Where a worker dies meanwhile it is called again, unless one of
         the others has all of them.
         """
-        if self.recovery.is_apart:
+        if self.recovery.step_abandoned:
             return [compute()]
         return self.recovery.attempt(partial(self._next, compute, what))
 

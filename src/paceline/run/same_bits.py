@@ -183,7 +183,7 @@ def _values(value: Any, path: str) -> Iterator[tuple[str, bytes]]:
         plain = as_plain(value)
         yield path, f"{value.dtype} {tuple(value.shape)} ".encode() + bytes(memory_of(plain))
     elif isinstance(value, Mapping):
-        for key in sorted(value, key=str):  # whoever has gathered it
+        for key in sorted(value, key=str):  # in one order, whichever worker has gathered it
             yield from _values(value[key], f"{path}/{key}" if path else str(key))
     elif isinstance(value, list | tuple):
         for number, each in enumerate(value):

@@ -267,7 +267,7 @@ class Saving:
             )
 
     def on_generation(self) -> None:
-        """Rank 0 writes, whoever that is now."""
+        """Rank 0 writes, whichever worker that is now."""
         before = self._checkpoints
         self._open()
         if self._checkpoints is not None and self._checkpoints is not before:

@@ -129,7 +129,7 @@ class Step:
         training.engine.begin_step(number)
         if self._note is not None:
             self._note[0] = number
-        self.state, self._recovery.is_apart = Outcome.OPEN, False
+        self.state, self._recovery.step_abandoned = Outcome.OPEN, False
         self._metrics.step = number
         if training.buffers is not None:
             training.buffers.begin(self._busy, self._feed.loader.first_rank)
@@ -280,17 +280,17 @@ class Step:
         """This worker's part of the step among those who are left; None if the step is over: then
         it is healed, where others had all of the sum when it was lost here, or undone, where the
         dead took a part of the state along."""
-        # Those who have applied the step give their picture up, too, when they regroup; whoever is
-        # healed must not wait for them. Where it is dealt anew, it is recorded from the beginning.
+        # Those who have applied the step give their picture up, too, when they regroup; a worker
+        # that is healed must not wait for them. Where it is dealt anew, recording begins anew.
         if self._recording is not None:
             self._drop_recording(PeerError(f"Step {self.number} is dealt anew."))
-        # All may have agreed to compute it once more, though nobody died.
+        # All may have agreed to compute it once more, though no worker died.
         is_repeated, self._cut.is_repeated = self._audit.is_disputed or self._cut.is_repeated, False
         self._undo()
         if self._fit.is_short:
             agree = partial(self._fit.shrink, self.number, self.samples, self._busy)
             is_repeated = self._recovery.holds(agree)
-        deal = partial(self._recovery.deal_anew, self.number, self._is_passed)
+        deal = partial(self._recovery.redeal_after_failure, self.number, self._is_passed)
         portion = self._recovery.attempt(self._dealing.again) if is_repeated else deal()
         if portion is None and self._is_passed():
             self.state, self._progress.scores = Outcome.HEALED, {}
@@ -367,7 +367,7 @@ class Step:
         with training.precision.backward:
             try:
                 backward = partial(training.update.backward, loss, factor)
-                if shard is not self._last:  # nobody is waited for
+                if shard is not self._last:  # no worker is waited for
                     backward()
                 elif not self._recovery.holds(backward, completes=not self._sums_at_end):
                     self.state = Outcome.LOST
@@ -388,7 +388,7 @@ class Step:
 
     def __exit__(self, _kind: Any, error: BaseException | None, _frames: Any) -> bool:
         if self._passes is not None:
-            self._passes.close()  # ends autocast, should somebody still hold the batches
+            self._passes.close()  # ends autocast, if the script still holds the batches
         is_lost = error is not None and self._recovery.explains(error)
         try:
             if not is_lost and self.state is Outcome.OPEN and self._computed is not self._last:
@@ -417,7 +417,7 @@ class Step:
     def _close(self) -> None:
         """Leave all as it was before the step, unless it is applied; and stop the clock."""
         if not self.is_applied:
-            self._recovery.is_apart = self.state is Outcome.UNDONE
+            self._recovery.step_abandoned = self.state is Outcome.UNDONE
             if self.state is not Outcome.UNDONE:
                 self.state = Outcome.FAILED
                 self._undo()
@@ -456,7 +456,7 @@ class Step:
         if training.noise is not None and training.noise.is_measuring:
             training.noise.end(scale=training.update.loss_scale)
         self._clock_s = time.perf_counter()
-        # An update that is shared out may have been applied by some, or by nobody.
+        # An update that is shared out may have been applied by some workers, or by none.
         return self._recovery.holds(self._apply)
 
     def _apply(self) -> None:

@@ -132,7 +132,7 @@ _PLAIN_LOADS = ("LOAD_CONST", "LOAD_NAME", "LOAD_FAST", "LOAD_GLOBAL", "LOAD_DER
 
 def tell_end(sinks: Sinks, end: End, rank: int, step: int) -> None:
     """Tell how a loop has ended. Where Python has not said which exception has left it, the
-    terminal is told when the program ends, which is soon, unless somebody sits at it."""
+    terminal is told when the program ends, which is soon, unless a person sits at it."""
     if end.reason != str(UNKNOWN) or hasattr(sys, "ps1"):
         sinks.tell("stop", step, end.status, end.reason)
     elif (finish := sinks.stop_all_but_terminal(step, end.status, end.reason)) is not None:
@@ -167,7 +167,7 @@ def _record_error(folder: RunFolder, rank: int, step: int, pid: int, is_late: bo
     if end.status != "failed" or found is None or found.failed_worker is not None:
         return
     is_primary = not isinstance(error, PeerError)
-    if not is_primary and found.status != "running":  # whoever leads is there to say more
+    if not is_primary and found.status != "running":  # the leader is there to say more
         return
     text = "".join(traceback.format_exception(error)) if is_primary else ""
     who = rank if is_primary else -1
@@ -232,7 +232,7 @@ def not_saved(reason: str) -> CheckpointError:
 
 
 class StopRequest:
-    """Whether somebody has asked this worker to stop, and with which signal."""
+    """Whether this worker was asked to stop, and with which signal."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.signal = 0
@@ -243,12 +243,12 @@ class StopRequest:
         self.leave: Callable[[], bool] = lambda: False
         """Ask to be let go; False where that cannot be."""
         self.hears_of_failures = True
-        """Whether nobody beside this worker can have failed without its knowledge."""
+        """Whether no other worker can have failed without this one's knowledge."""
         self._since_s = 0.0
         self._is_said = False
         self._say = say
         self.before: dict[int, Any] = {}
-        """Who handled the signals before; empty where nobody listens."""
+        """Who handled the signals before; empty where they are not handled here."""
 
     def listen(self) -> None:
         """From now on signals are requests. Only the main thread can listen."""
@@ -260,7 +260,7 @@ class StopRequest:
                 self.before[number] = signal.signal(number, self._on_signal)
 
     def ignore(self) -> None:
-        """Put back whoever handled the signals before; does nothing where nobody listens."""
+        """Put back the handlers of before; does nothing where there are none of ours."""
         while self.before:
             number, handler = self.before.popitem()
             # None: a handler that was not installed from Python cannot be put back from it.
@@ -281,7 +281,7 @@ class StopRequest:
                 self.say()
         elif number != self.signal or now_s - self._since_s > SAME_PRESS_S:
             self.ignore()
-            # Nobody's handler: whatever hangs, this ends it, with the right exit code.
+            # No handler: whatever hangs, this ends it, with the right exit code.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
@@ -323,7 +323,7 @@ class Vote:
         start, when gradients have arrived --(optimizer)--> result, after the commit
 
     All workers have just waited for each other when it starts, and the sum travels while they
-    update their parameters, so nobody waits for it. Where it has to travel through a GPU, its
+    update their parameters, so none waits for it. Where it has to travel through a GPU, its
     result is read one step later.
     """
 
@@ -339,7 +339,7 @@ class Vote:
         """What of it the vote has that is under way."""
         self._last_s, self._last_step = time.monotonic(), 0
         self.pending: tuple[int, Tensor, Pending] | None = None
-        """The vote whose result nobody has asked for yet."""
+        """The vote whose result was not asked for yet."""
 
     def start(self, step: int) -> None:
         """Say what this worker wants, if it is time to; called by several workers only."""
@@ -383,7 +383,7 @@ class Vote:
             float(is_interrupt),
             float(number and not is_interrupt),
             float(self.is_due()),
-            # The folder, in which somebody asks, may be on rank 0's disk alone.
+            # The folder, in which a person asks, may be on rank 0's disk alone.
             float(self._membership.leads and self.is_asked_to_record()),
             float(self._request.is_asked),
             float(self._request.is_leaving),
@@ -414,7 +414,7 @@ class LoaderSignals:
     @property
     def on_start(self) -> Callable[[int], None]:
         """What a loader does first: a `DataLoader`'s `worker_init_fn`."""
-        if self._shared is None:  # shared memory is a file: without loaders nobody needs one
+        if self._shared is None:  # shared memory is a file: without loaders none is needed
             self._shared = RawValue(c_byte, self._is_held)
             Finalize(self, _set, args=(self._shared, False), exitpriority=0)
         return partial(_begin_loader, self._shared, os.getpid())

@@ -48,7 +48,7 @@ class StepOfTurns(Step):
         self._turn: Turn | None = None
 
     def _begin(self) -> None:
-        self.state, self._recovery.is_apart = Outcome.OPEN, False
+        self.state, self._recovery.step_abandoned = Outcome.OPEN, False
         if self._note is not None:
             self._note[0] = self.number
 

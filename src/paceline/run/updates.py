@@ -157,7 +157,7 @@ _BETTER_BY_NAME = {name: better for better, names in _NAMES.items() for name in 
 
 
 def find_better(metric: str | None, said: Better | None) -> Better:
-    """Whether a lower or a higher metric is better: as somebody said, or as its name does."""
+    """Whether a lower or a higher metric is better: as the options or its name say."""
     if said is not None or metric is None:
         return said or "lower"
     name = re.sub(r"\W+", "_", metric.lower())
@@ -214,12 +214,12 @@ class Rating:
         )
 
     def find_mistake(self, scores: Mapping[str, float]) -> str:
-        """What to say, once, where an epoch is over and nobody has measured the metric."""
+        """What to say, once, where an epoch is over and the metric was not measured."""
         name = self._name
         if name is None or self._step or self._is_said or name in scores:
             return ""
         self._is_said = True
-        text = f"best_metric is {name!r}, which nobody has measured yet."
+        text = f"best_metric is {name!r}, which was not measured yet."
         measured = ", ".join(sorted(scores)) or "no metric"
         return f"{text}{did_you_mean(name, scores)} This epoch has {measured}."
 
@@ -237,7 +237,7 @@ def _check(scheduler: Any, options: RunOptions) -> None:
     name, better = type(scheduler).__name__, find_better(options.best_metric, options.better)
     if options.best_metric is None:
         raise UsageError(
-            f"{name} steps on a metric, and nobody says which.",
+            f"{name} steps on a metric, and it is not said on which.",
             advice='Pass best_metric="loss", or another name that run.evaluate() returns, in '
             "RunOptions.",
         )

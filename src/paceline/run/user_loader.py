@@ -27,7 +27,7 @@ from paceline.torch_private import find_queue
 
 
 class UserLoader:
-    """A worker's batches from a loader that somebody else made, epoch after epoch."""
+    """A worker's batches from a loader that the script made, epoch after epoch."""
 
     def __init__(
         self,
@@ -178,7 +178,7 @@ def length_of(loader: Any) -> int:
         return len(loader)
     except TypeError:
         raise UsageError(
-            f"The loader has the type {type(loader).__name__} and no length, so nobody knows "
+            f"The loader has the type {type(loader).__name__} and no length, so it is not known "
             "where an epoch ends.",
             advice="Pass options=RunOptions(steps_per_epoch=...): how many batches of each worker "
             "are an epoch.",

@@ -43,7 +43,7 @@ class Watching:
 
         made --start_timeline--> spans are recorded --begin--> blame is reported --end--> as before
 
-    Invariant: what somebody else has started, by hand or by `paceline run --timeline`, is left to
+    Invariant: what was started elsewhere, by hand or by `paceline run --timeline`, is left to
     them.
     """
 
@@ -94,7 +94,7 @@ class Watching:
         self.trace_step, self.steps_to_record = 0, set()
 
     def is_asked(self) -> bool:
-        """Whether somebody wants the next step recorded; looks for the request now and then."""
+        """Whether the next step is to be recorded; looks for the request now and then."""
         now_s = time.monotonic()
         if self._folder is None or not self._can_record or now_s < self._look_due_s:
             return False
@@ -102,7 +102,7 @@ class Watching:
         return os.path.lexists(self._folder.record_request)
 
     def record_as_asked(self, step: int) -> None:
-        """All workers have agreed to record `step`; whoever asked is answered."""
+        """All workers have agreed to record `step`; the one who asked is answered."""
         self.steps_to_record = {self.trace_step, step}
         self.forget_request()
 
@@ -133,7 +133,7 @@ class Watching:
 
     def begin(self, sinks: Sinks) -> None:
         """Let the straggler detector speak through the run, which may be drawing a bar."""
-        self.forget_request()  # of somebody who asked when nobody was there
+        self.forget_request()  # made when no run was there
         if self._folder is not None and self._membership.leads:
             env.announce_folder(str(self._folder.path))
         self._sinks = sinks

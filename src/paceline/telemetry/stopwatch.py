@@ -29,7 +29,7 @@ from torch.optim.optimizer import (
 )
 
 from paceline import env
-from paceline.group import Membership, find_tensors, runs_ahead, tell_of_waiting
+from paceline.group import Membership, find_tensors, runs_ahead, set_wait_observer
 from paceline.telemetry import spans
 from paceline.telemetry.phases import MEASURED, Phase
 from paceline.torch_private import at_backward_end
@@ -444,7 +444,7 @@ _unhooks: list[Callable[[], None]] = []
 
 def _install_hooks() -> None:
     """Observe waits for collectives, and every optimizer's steps."""
-    tell_of_waiting(waiting)
+    set_wait_observer(waiting)
     if not _unhooks:
         _unhooks.append(follow_optimizers(_on_update))
         _unhooks.append(follow_optimizers(_on_updated, after=True))

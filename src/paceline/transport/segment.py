@@ -8,7 +8,7 @@ the leader's entry in /proc, which only the same user can. So nothing is ever le
 a rank ends. A random number at its beginning proves that it is the right one.
 
 Every rank writes its own words only, and they lie on cache lines of their own. Spare buckets
-cost nothing until they are touched: they are used while somebody still holds a gradient of an
+cost nothing until they are touched: they are used while other code still holds a gradient of an
 earlier step that lives in the bucket itself.
 """
 
@@ -171,7 +171,7 @@ def _create(used_bytes: int, total_bytes: int) -> tuple[int, mmap.mmap, tuple[in
     try:
         os.fchmod(descriptor, 0o600)
         os.ftruncate(descriptor, total_bytes)
-        # Nobody may shrink it under the others: touching what is gone kills a process.
+        # No process may shrink it under the others: touching what is gone kills a process.
         seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
         memory = mmap.mmap(descriptor, total_bytes)

@@ -4,14 +4,14 @@
            --(all slices summed)--> the sum
 
 Every rank's bucket lies in the segment, and its gradients are views of it. When a bucket is ready
-on all ranks, each sums its own slice of everybody's and writes the sum back to all. Nobody
+on all ranks, each sums its own slice of all buckets and writes the sum back to all. No rank
 waits before the end of backward: what can be summed is summed whenever this rank comes by.
 
 A rank that waits looks at flags in shared memory. It first looks again and again, then gives its
 core away between looks, then sleeps, longer and longer. Meanwhile it watches the processes
 behind the flags: one that has ended, was stopped, or has left word of its failure will not answer.
 
-Invariant: ranks are added up in rank order by whoever adds, so the result has the same bits on
+Invariant: ranks are added up in rank order whichever rank adds, so the result has the same bits on
 every rank and in every run.
 """
 
@@ -196,7 +196,7 @@ class SharedBuckets:
         return True
 
     def _average_slice(self, number: int) -> None:
-        """Sum this rank's slice of everybody's bucket; 16-bit sums are divided by the size."""
+        """Sum this rank's slice of all ranks' buckets; 16-bit sums are divided by the size."""
         is_wide = self._flats[number].dtype in SUMMED_IN_FLOAT32
         factor = 1.0
         if self.applies_weights:
@@ -229,7 +229,7 @@ class SharedBuckets:
         return self._wide[: tensor.numel()].copy_(tensor)
 
     def chunks(self, number: int) -> list[Chunk]:
-        """This rank's slice of everybody's bucket, in pieces."""
+        """This rank's slice of all ranks' buckets, in pieces."""
         # One bit per rank: in which of its two places in the segment its bucket lies.
         spares = sum([(self.words[row + number] & 1) << p for p, row in enumerate(self.ready)])
         found = self._chunks.get((number, spares))
@@ -322,7 +322,7 @@ class HostChannel(SharedBuckets):
     def meet(self, what: str, look: Callable[[], object] = bool) -> None:
         """Wait until all ranks of this host have met as often as this one has, for any model.
 
-        `look` is called again and again, and may raise where nobody will come.
+        `look` is called again and again, and may raise where the others will not come.
 
         Ranks that are at different models must not wait for each other here: they find out next.
         To be called before waiting in a process group, which does not notice a stopped rank.
@@ -468,7 +468,7 @@ def _is_stopped(pid: int) -> bool:
 def plan_slices(length: int, ranks: int, bucket: int) -> list[tuple[int, int]]:
     """By rank, the elements of a bucket that it sums for all.
 
-    A small bucket goes to few ranks, another one first for every bucket, so that nobody does
+    A small bucket goes to few ranks, another one first for every bucket, so that no rank does
     it all.
     """
     count = max(1, min(ranks, length // MIN_SLICE_NUMEL))

@@ -7,7 +7,7 @@ optimizer steps it where it lies, some pieces at a time, which are a lot:
 
 Whenever a rank is killed, the others find its state: of the lots that are counted as it is after
 the step, of the one under way as it was before, in the copy, and of the rest untouched. Only who
-has all gradients enters, and nobody begins before all have: so whoever is left can finish the step.
+has all gradients enters, and no rank begins before all have: so the ranks left can finish the step.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class KeptState:
 
     def hold(self, lots: Sequence[Sequence[tuple[Piece, State]]]) -> None:
         """From now on these pieces are stepped: keep their state."""
-        # First: whoever reads this rank's state from here on finds it half written.
+        # First: a rank that reads this one's state from here on finds it half written.
         self._note(_IS_WHOLE, 0)
         self.lots = [[piece for piece, _ in several] for several in lots]
         self._states = [state for several in lots for _, state in several]

@@ -96,7 +96,7 @@ class KeptShares(ElementShares):
             self._enter(self.kept)
 
     def _enter(self, kept: KeptState) -> None:
-        """Wait until all ranks have what they need, so that whoever is left can finish the step."""
+        """Wait until all ranks have what they need, so that those left can finish the step."""
         assert isinstance(self._places, SharedBuckets)
         kept.enter()
         what = f"Step {self.reducer.steps - 1}: entering the update"
@@ -105,7 +105,7 @@ class KeptShares(ElementShares):
                 peers, has_left = self._places.peers, self._places.has_left
                 peers.wait(lambda: not kept.outside(), kept.outside, has_left, what)
         except PeerError:
-            # If all are in, the step goes on: whoever is left finishes that of the dead.
+            # If all are in, the step goes on: the ranks that are left finish that of the dead.
             if kept.outside():
                 kept.leave()
                 raise

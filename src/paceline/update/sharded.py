@@ -94,7 +94,7 @@ class ShardedUpdate(ExchangedStep):
         return make(self.reducer, self.optimizer, states)
 
     def gather(self, shares: Shares) -> None:
-        """If a rank dies in it, whoever has come here finishes the step without it."""
+        """If a rank dies in it, ranks that have come here finish the step without it."""
         try:
             shares.gather()
         except PeerError:
