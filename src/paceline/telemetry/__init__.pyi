@@ -1,6 +1,7 @@
 from paceline.telemetry import spans as spans
 from paceline.telemetry.blame import Blame as Blame
 from paceline.telemetry.blame import OwnWork as OwnWork
+from paceline.telemetry.blame import WorkWindow as WorkWindow
 from paceline.telemetry.blame import find_slow_spans as find_slow_spans
 from paceline.telemetry.blame import find_slow_worker as find_slow_worker
 from paceline.telemetry.display import Progress as Progress

@@ -69,6 +69,53 @@ class OwnWork:
         )
 
 
+class WorkWindow:
+    """One worker's own work in some steps: sums, and the longest step, which is left out.
+
+    A checkpoint, an evaluation or a garbage collection makes one step of a window long on one
+    worker alone. That does not make it a slow worker.
+    """
+
+    __slots__ = ("by_phase", "longest", "longest_s", "own_s", "squares", "steps")
+
+    def __init__(self) -> None:
+        self.steps, self.own_s, self.squares, self.longest_s = 0, 0.0, 0.0, -1.0
+        self.by_phase: dict[Phase, float] = {}
+        self.longest: StepSeconds = {}
+
+    def add(self, spent: StepSeconds, own_s: float) -> None:
+        """Add a step; `own_s` is the sum of its own work in `spent`, which callers know."""
+        self.steps += 1
+        self.own_s += own_s
+        self.squares += own_s * own_s
+        sums = self.by_phase
+        for phase, seconds in spent.items():
+            sums[phase] = sums.get(phase, 0.0) + seconds
+        if own_s > self.longest_s:
+            self.longest_s, self.longest = own_s, spent
+
+    def join(self, other: WorkWindow) -> None:
+        self.steps += other.steps
+        self.own_s += other.own_s
+        self.squares += other.squares
+        for phase, seconds in other.by_phase.items():
+            self.by_phase[phase] = self.by_phase.get(phase, 0.0) + seconds
+        if other.longest_s > self.longest_s:
+            self.longest_s, self.longest = other.longest_s, other.longest
+
+    def summarise(self) -> OwnWork:
+        """The averages, without the longest step."""
+        less, longest = (self.longest_s, self.longest) if self.steps > 2 else (0.0, {})
+        steps = self.steps - (self.steps > 2)
+        count, own_s = max(1, steps), self.own_s - less
+        variance = (self.squares - less * less - own_s * own_s / count) / max(1, steps - 1)
+        by_phase = {
+            phase: (self.by_phase.get(phase, 0.0) - longest.get(phase, 0.0)) / count
+            for phase in OWN
+        }
+        return OwnWork(steps=steps, variance=max(0.0, variance), seconds_by_phase=by_phase)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blame:
     """A finding: one rank makes the others wait."""
@@ -113,27 +160,12 @@ def find_slow_worker(steps_by_worker: Mapping[int, Sequence[StepSeconds]]) -> Bl
 
 
 def summarise(steps: Sequence[StepSeconds], took_s: float = 0.0) -> OwnWork:
-    """Average one worker's window, without its longest step.
-
-    A checkpoint, an evaluation or a garbage collection makes one step of a window long on one
-    worker alone. That does not make it a slow worker.
-    """
-    own = sorted(({phase: step.get(phase, 0.0) for phase in OWN} for step in steps), key=_sum)
-    usual = own[:-1] if len(own) > 2 else own
-    count = max(1, len(usual))
-    means = {phase: sum(step[phase] for step in usual) / count for phase in OWN}
-    squares = sum((_sum(step) - _sum(means)) ** 2 for step in usual)
-    return OwnWork(
-        steps=len(usual),
-        variance=squares / max(1, len(usual) - 1),
-        step_s=sum(map(_sum, steps)) / max(1, len(steps)),
-        took_s=took_s,
-        seconds_by_phase=means,
-    )
-
-
-def _sum(seconds: StepSeconds) -> float:
-    return sum(seconds.values())
+    """Average one worker's steps; see `WorkWindow`."""
+    window = WorkWindow()
+    for step in steps:
+        window.add(step, sum(step.get(phase, 0.0) for phase in OWN))
+    step_s = sum(window.by_phase.values()) / max(1, len(steps))  # waits included
+    return replace(window.summarise(), step_s=step_s, took_s=took_s)
 
 
 def find_slow(windows: Sequence[Sequence[OwnWork]]) -> Blame | None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from paceline.telemetry import OWN, OwnWork, Phase, find_slow_spans, find_slow_worker
+from paceline.telemetry import OwnWork, Phase, WorkWindow, find_slow_spans, find_slow_worker
 
 WIDTH, WINDOWS_LIMIT = 5, 64
 """Steps of the first windows, and how many windows there are at most."""
@@ -29,61 +29,18 @@ class RecentStep(NamedTuple):
     queued: int | None = None
 
 
-class Window:
-    """One worker's own work in some steps: sums, and the longest step, which is left out."""
-
-    __slots__ = ("by_phase", "longest", "longest_s", "squares", "steps", "total")
-
-    def __init__(self) -> None:
-        self.steps, self.total, self.squares, self.longest_s = 0, 0.0, 0.0, -1.0
-        self.by_phase: dict[Phase, float] = {}
-        self.longest: Mapping[Phase, float] = {}
-
-    def add(self, spent: Mapping[Phase, float], own_s: float) -> None:
-        self.steps += 1
-        self.total += own_s
-        self.squares += own_s * own_s
-        sums = self.by_phase
-        for phase, seconds in spent.items():
-            sums[phase] = sums.get(phase, 0.0) + seconds
-        if own_s > self.longest_s:
-            self.longest_s, self.longest = own_s, spent
-
-    def join(self, other: Window) -> None:
-        self.steps += other.steps
-        self.total += other.total
-        self.squares += other.squares
-        for phase, seconds in other.by_phase.items():
-            self.by_phase[phase] = self.by_phase.get(phase, 0.0) + seconds
-        if other.longest_s > self.longest_s:
-            self.longest_s, self.longest = other.longest_s, other.longest
-
-    def summarise(self) -> OwnWork:
-        """The averages, without the longest step."""
-        # As in `telemetry.blame.summarise`: one long step is a pause, not a slow worker.
-        less, longest = (self.longest_s, self.longest) if self.steps > 2 else (0.0, {})
-        steps = self.steps - (self.steps > 2)
-        count, total = max(1, steps), self.total - less
-        variance = (self.squares - less * less - total * total / count) / max(1, steps - 1)
-        by_phase = {
-            phase: (self.by_phase.get(phase, 0.0) - longest.get(phase, 0.0)) / count
-            for phase in OWN
-        }
-        return OwnWork(steps=steps, variance=max(0.0, variance), seconds_by_phase=by_phase)
-
-
 class PaceTable:
     """One worker's windows, by number."""
 
     def __init__(self) -> None:
         self.width = WIDTH
-        self._windows: dict[int, Window] = {}
+        self._windows: dict[int, WorkWindow] = {}
 
     def add(self, step: int, spent: Mapping[Phase, float], own_s: float) -> None:
         number = (step - 1) // self.width
         window = self._windows.get(number)
         if window is None:
-            window = self._windows[number] = Window()
+            window = self._windows[number] = WorkWindow()
         window.add(spent, own_s)
         if len(self._windows) > WINDOWS_LIMIT:
             self.widen(2 * self.width)
@@ -93,7 +50,7 @@ class PaceTable:
         factor, old = width // self.width, self._windows
         self.width, self._windows = width, {}
         for number, window in old.items():
-            joined = self._windows.setdefault(number // factor, Window())
+            joined = self._windows.setdefault(number // factor, WorkWindow())
             joined.join(window)
 
     @property
@@ -133,7 +90,7 @@ def find_spans(
     for table in used.values():
         table.widen(width)
     ranks, by_rank = list(used), [table.summaries() for table in used.values()]
-    numbers, nothing = sorted(set().union(*by_rank)), Window().summarise()
+    numbers, nothing = sorted(set().union(*by_rank)), WorkWindow().summarise()
     windows = [[each.get(number, nothing) for each in by_rank] for number in numbers]
     now = find_slow_worker({rank: [each.phases for each in recent[rank]] for rank in ranks})
     found = list[SlowSpan]()
