@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import StrEnum
 
 
@@ -31,7 +30,7 @@ class Phase(StrEnum):
 OWN = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.OTHER)
 """Phases in which a worker does its own work and waits for no other."""
 MEASURED = (*OWN, Phase.WAIT)
-"""What one worker can measure: its wait lasts until the sum arrives. `transfer_of` splits it."""
+"""What one worker can measure: its wait lasts until the sum arrives."""
 
 _MEANINGS = {
     Phase.DATA: "fetching samples",
@@ -42,11 +41,3 @@ _MEANINGS = {
     Phase.OPTIMIZER: "updating the weights",
     Phase.OTHER: "the rest of the loop",
 }
-
-
-def transfer_of(waits: Iterable[float]) -> float:
-    """How long a sum took once every worker was ready, by the waits of all of them.
-
-    The worker that waited least came last: it waited for no other, so its wait is the transfer.
-    """
-    return min(waits)

@@ -20,7 +20,7 @@ from typing import Any
 
 from paceline.errors import UsageError, WireError
 from paceline.files import numbered_files, open_plain, parse_json, write_output
-from paceline.telemetry.phases import MEASURED, Phase, transfer_of
+from paceline.telemetry.phases import MEASURED, Phase
 from paceline.telemetry.spans import COMMUNICATION, COMPUTE, IN_FLIGHT, ROUNDING_GUARD_US, SCHEMA
 from paceline.telemetry.units import table_lines
 
@@ -170,9 +170,12 @@ def _survey_metadata(found: RankRecording, name: str, args: Mapping[str, Any]) -
 
 
 def transfers_us(recordings: Sequence[RankRecording]) -> dict[int, float]:
-    """By step that all ranks have: how long the sums took once every rank was ready."""
+    """By step that all ranks have: how long the sums took once every rank was ready.
+
+    The rank that waited least came last: it waited for no other, so its wait is the transfer.
+    """
     common = set.intersection(*(set(recording.waits_us) for recording in recordings))
-    return {step: transfer_of(each.waits_us[step] for each in recordings) for step in common}
+    return {step: min(each.waits_us[step] for each in recordings) for step in common}
 
 
 def after_warm_up(steps: Iterable[int]) -> list[int]:
