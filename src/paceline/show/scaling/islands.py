@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.islands import Forecast, forecast_islands
-from paceline.show.scaling.prediction import Job, Network, SizePrediction, exposed_s
+from paceline.show.scaling.prediction import Job, Network, SizePrediction, exposed_s, find_turn
 from paceline.telemetry import Phase, bytes_text
 
-_HALVINGS = 60
 _LEAST, _MOST = 1e3, 1e13
 """The range of bandwidths, in bytes per second, in which `find_limit` searches."""
 
@@ -71,17 +70,15 @@ def _forecast(
 
 def find_limit(job: Job, workers: int, alone_s: float) -> float:
     """The bandwidth below which islands pay, in bytes per second."""
-    backward_s, low, high = job.several.seconds[Phase.BACKWARD], _LEAST, _MOST
-    for _ in range(_HALVINGS):
-        middle = (low * high) ** 0.5
-        network = Network("", 0.0, middle)
-        exchange_s = exposed_s(job.several.buckets, backward_s, workers, network)
+    buckets, backward_s = job.several.buckets, job.several.seconds[Phase.BACKWARD]
+
+    def pays(bytes_per_s: float) -> bool:
+        network = Network("", 0.0, bytes_per_s)
+        exchange_s = exposed_s(buckets, backward_s, workers, network)
         found = _forecast(job, workers, network, alone_s, exchange_s)
-        if found is not None and found.pays:
-            low = middle
-        else:
-            high = middle
-    return low
+        return found is not None and found.pays
+
+    return find_turn(_LEAST, _MOST, pays)
 
 
 def _as_json(found: Forecast, network: Network, text: str) -> dict[str, Any]:

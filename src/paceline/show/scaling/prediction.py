@@ -15,7 +15,7 @@ link, in 2(n-1) messages. One bucket is in flight at a time, none before its gra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import NamedTuple
@@ -210,15 +210,20 @@ def fit_cost(alone_s: float, together_s: float, share: float) -> PhaseCost:
 def fit_network(profile: Profile) -> Network:
     """This machine's transport: scaled so that the simulated exposed time equals the measured."""
     backward_s, measured_s = profile.seconds[Phase.BACKWARD], profile.seconds[Phase.TRANSFER]
-    low, high = _LEAST_FACTOR, _MOST_FACTOR
+
+    def is_too_fast(factor: float) -> bool:
+        network = LOCAL.slower(factor)
+        return exposed_s(profile.buckets, backward_s, profile.workers, network) < measured_s
+
+    return LOCAL.slower(find_turn(_LEAST_FACTOR, _MOST_FACTOR, is_too_fast))
+
+
+def find_turn(low: float, high: float, holds: Callable[[float], bool]) -> float:
+    """The number from which on `holds` is false, by bisection on a logarithmic scale."""
     for _ in range(_HALVINGS):
         middle = (low * high) ** 0.5
-        network = LOCAL.slower(middle)
-        if exposed_s(profile.buckets, backward_s, profile.workers, network) < measured_s:
-            low = middle
-        else:
-            high = middle
-    return LOCAL.slower(high)
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return high
 
 
 def _expected_largest(count: int) -> float:
