@@ -160,7 +160,7 @@ def test_every_fact_is_covered_and_the_pages_own_numbers_come_out(
     assert found["lost-share"] == pytest.approx(100 - 100 * 100 / 30 / 4)
     assert found["loss-of-a-larger-batch"] == "higher"
     assert found["epochs-that-help"] == 5
-    accuracies = [epoch.accuracy or 0.0 for epoch in ran[0].epochs]
+    accuracies = [epoch.accuracy or 0.0 for epoch in ran[0].training.epochs]
     assert accuracies == sorted(accuracies)
     assert 0.57 < accuracies[0] < 0.65
     assert 0.87 < accuracies[5] < 0.93

@@ -62,24 +62,19 @@ def effective_batch(lab: Lab) -> Found:
 
 
 def epochs_that_help(lab: Lab) -> Found:
-    epochs = lab.epochs
+    epochs = lab.training.epochs
     fell = sum(now.loss < before.loss for before, now in pairwise(epochs))
-    return Found(
-        fell,
-        lab.epoch_table,
-        why=lab.pipeline.training.observation if lab.pipeline.training else "",
-    )
+    return Found(fell, lab.epoch_table, why=lab.training.observation)
 
 
 def final_accuracy(lab: Lab) -> Found:
-    last = lab.epochs[-1]
+    last = lab.training.epochs[-1]
     return Found(round(100 * (last.accuracy or 0.0), 1), lab.epoch_table)
 
 
 def device_of_a_prediction(lab: Lab) -> Found:
-    prediction = lab.pipeline.prediction
-    worker = next(stop.worker for stop in lab.prediction_stops if stop.stage == "forward")
-    answer = prediction.answer.text if prediction and prediction.answer else ""
+    worker = next(stop.worker for stop in lab.prediction.stops if stop.stage == "forward")
+    answer = lab.prediction.answer.text if lab.prediction.answer else ""
     return Found(worker, [*lab.prediction_way, f"answer: {answer}"])
 
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from paceline.launcher import count_cores
-from paceline.record import Epoch, SampleStop, Stage, Trace
+from paceline.record import SamplePrediction, SampleStop, Stage, Trace, TrainedEpochs
 from paceline.show.learn.runs import (
     CLASSES,
     EVERY,
@@ -80,8 +80,8 @@ class Lab(Runs):
 
     def sample_at(self, stage: str) -> SampleStop:
         """The followed sample at a stage of DataParallel's step."""
-        stops = self.dp.sample.stops if self.dp.sample else []
-        return next(stop for stop in stops if stop.stage == stage)
+        assert self.dp.sample is not None  # its batch is chosen to have the sample
+        return next(stop for stop in self.dp.sample.stops if stop.stage == stage)
 
     @property
     def own_count(self) -> int:
@@ -89,23 +89,24 @@ class Lab(Runs):
         return min(3, -(-self.batch // self.workers))
 
     @property
-    def epochs(self) -> list[Epoch]:
-        return self.pipeline.training.epochs if self.pipeline.training else []
+    def training(self) -> TrainedEpochs:
+        assert self.pipeline.training is not None  # it was recorded with epochs
+        return self.pipeline.training
 
     @property
     def epoch_table(self) -> list[str]:
-        training = self.pipeline.training
-        return [] if training is None else list(training_lines(training, 74))
+        return list(training_lines(self.training, 74))
 
     @property
-    def prediction_stops(self) -> list[SampleStop]:
-        return self.pipeline.prediction.stops if self.pipeline.prediction else []
+    def prediction(self) -> SamplePrediction:
+        assert self.pipeline.prediction is not None  # it was recorded with one
+        return self.pipeline.prediction
 
     @property
     def prediction_way(self) -> list[str]:
         """The predicted row from the batch to the joined outputs, a line for each stage."""
         told = []
-        for stop in self.prediction_stops:
+        for stop in self.prediction.stops:
             where = "" if stop.worker is None else f" of {self.devices[stop.worker]}"
             values = " ".join(map(short_number, (stop.values or [])[:4]))
             told.append(f"{stop.stage:<8} row {stop.row}{where}: {values}")
@@ -170,7 +171,7 @@ def _order_text(lab: Lab) -> str:
 
 def _first_accuracy(lab: Lab) -> str:
     """The accuracy before training; empty where there is none."""
-    share = lab.epochs[0].accuracy
+    share = lab.training.epochs[0].accuracy
     return "" if share is None else f"{share:.0%}"
 
 
@@ -193,11 +194,11 @@ NAMES: dict[str, Callable[[Lab], Any]] = {
     "first_weights": lambda lab: [short_number(each["before"]) for each in lab.meeting],
     "script_steps": _script_steps,
     "order_text": _order_text,
-    "first_loss": lambda lab: short_number(lab.epochs[0].loss),
+    "first_loss": lambda lab: short_number(lab.training.epochs[0].loss),
     "first_accuracy": _first_accuracy,
-    "predicted_row": lambda lab: lab.pipeline.prediction.index if lab.pipeline.prediction else 0,
+    "predicted_row": lambda lab: lab.prediction.index,
     "predicted_in_batch": lambda lab: next(
-        stop.row for stop in lab.prediction_stops if stop.stage == "batch"
+        stop.row for stop in lab.prediction.stops if stop.stage == "batch"
     ),
     "name_choices": _name_choices,
     "places": lambda _lab: PLACES,

@@ -11,7 +11,7 @@ import tempfile
 import time
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -343,7 +343,8 @@ class Runs:
         for _ in range(TRIES):
             for workers, profiles in runs.items():
                 profiles.append(self._profile(workers)[0])
-            if len(runs[1]) > 1 and all(map(are_steady, runs.values())):
+            times_s = [[profile.step_s for profile in profiles] for profiles in runs.values()]
+            if len(runs[1]) > 1 and all(map(are_near, times_s)):
                 break
         sizes = [combine(profiles) for profiles in runs.values()]
         return make_study(sizes, name="this training", cores=count_cores(), mode="strong")
@@ -351,7 +352,7 @@ class Runs:
     @property
     def is_quiet(self) -> bool:
         """Whether the two fastest runs of each size are similar, so that the study is reliable."""
-        return all(_are_near(size["runs_s"]) for size in self.study["sizes"])
+        return all(are_near(size["runs_s"]) for size in self.study["sizes"])
 
     @cached_property
     def slow_run(self) -> tuple[Profile, list[str]]:
@@ -365,11 +366,7 @@ class Runs:
             return read_run(Path(folder), workers), said[0].splitlines()[:1]
 
 
-def are_steady(profiles: Sequence[Profile]) -> bool:
-    return _are_near([profile.step_s for profile in profiles])
-
-
-def _are_near(seconds: Sequence[float]) -> bool:
-    """Whether the two fastest are similar; other load makes runs longer, never shorter."""
+def are_near(seconds: Iterable[float]) -> bool:
+    """Whether the two fastest runs are similar; other load makes runs longer, never shorter."""
     first, second, *_ = [*sorted(seconds), math.inf]
     return second <= (1 + STEADY) * first
