@@ -20,6 +20,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from paceline import env
 from paceline.errors import UsageError, WireError
 from paceline.files import Event, EventTail, RunFolder, parse_event, read_info
 from paceline.record import read as read_trace
@@ -132,7 +133,7 @@ class RunReader:
         # Processes first, then run.json: a run that ends writes run.json before its processes end,
         # so one that ends between the two readings is not taken for killed.
         for rank in data.ranks.values():
-            rank.is_gone = rank.find_gone()
+            rank.is_gone = rank.is_here and env.read_process(rank.pid)[0] in (b"", b"Z")  # a zombie
         data.is_gone = bool(data.ranks) and all(rank.is_gone for rank in data.ranks.values())
         self._read_info()
         _split_waiting(data)

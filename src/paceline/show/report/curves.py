@@ -56,11 +56,8 @@ class Curve:
             old, self._cells = self._cells, {}
             self._stride *= 2
             for cell, sums in old.items():
-                self._put(cell // 2, *sums)
-
-    def _put(self, cell: int, total: float, weight: float) -> None:
-        before = self._cells.get(cell, (0.0, 0.0))
-        self._cells[cell] = before[0] + total, before[1] + weight
+                before = self._cells.get(cell // 2, (0.0, 0.0))
+                self._cells[cell // 2] = before[0] + sums[0], before[1] + sums[1]
 
     def totals(self) -> tuple[float, float]:
         """The sum of all that was added, and of its weights."""

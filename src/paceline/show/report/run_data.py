@@ -16,7 +16,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from paceline import env
 from paceline.files import Event, RunFolder, RunInfo
 from paceline.record import Trace
 from paceline.show.report.curves import Curve
@@ -65,7 +64,7 @@ class RankTotals:
     """Heaps of its longest steps: by its own work, and with all waiting."""
     pace: PaceTable = field(default_factory=PaceTable)
     is_gone: bool = False
-    """Whether its process had ended when the folder was read."""
+    """Whether its process was on this machine and had ended when the folder was read."""
     recent: deque[RecentStep] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
 
     @property
@@ -77,10 +76,6 @@ class RankTotals:
     def is_here(self) -> bool:
         """Whether its process is, or was, on this machine, which has /proc."""
         return self.host == socket.gethostname() and os.path.isdir("/proc/self")
-
-    def find_gone(self) -> bool:
-        """Whether its process has ended, if it was on this machine; a zombie has."""
-        return self.is_here and env.read_process(self.pid)[0] in (b"", b"Z")
 
 
 @dataclass(slots=True)

@@ -202,16 +202,19 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="paceline-scale-") as scratch:
         forth_and_back = [sizes, sizes[::-1]] * repeats
         for repeat, size in ((n, size) for n in range(repeats) for size in forth_and_back[n]):
-            folder = Path(scratch) / f"run{repeat}-{size}"
-            (folder / "job").mkdir(parents=True, mode=0o700)
-            timeline = folder / "timeline"
-            has_enough = partial(_has_made, steps, timeline, size)
-            run_once(command_of(script, size, folder), size, folder, has_enough)
-            profile = read_run(folder / "timeline", size)
+            profile = _measure_once(script, size, steps, Path(scratch) / f"run{repeat}-{size}")
             runs[size].append(profile)
             workers = count_text(size, "worker")
             log(f"run {repeat + 1} of {repeats}, {workers}: {profile.step_s * 1e3:.2f} ms a step")
     return [combine(runs[size]) for size in sizes]
+
+
+def _measure_once(script: Sequence[str], size: int, steps: int, folder: Path) -> Profile:
+    (folder / "job").mkdir(parents=True, mode=0o700)
+    timeline = folder / "timeline"
+    command = command_of(script, size, folder)
+    run_once(command, size, folder, lambda: steps_made(timeline, size) >= steps)
+    return read_run(timeline, size)
 
 
 def command_of(script: Sequence[str], size: int, folder: Path) -> list[str]:
@@ -261,10 +264,6 @@ def run_once(
             advice="Run it with `paceline run` first.",
             rank=-1,
         )
-
-
-def _has_made(steps: int, timeline: Path, size: int) -> bool:
-    return steps_made(timeline, size) >= steps
 
 
 def steps_made(timeline: Path, size: int) -> int:
