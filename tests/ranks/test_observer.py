@@ -18,7 +18,7 @@ from paceline.group.world import World
 from paceline.telemetry import stopwatch
 from paceline.telemetry.phases import MEASURED, Phase
 from paceline.telemetry.stopwatch import Observer, Stopwatch
-from paceline.telemetry.stragglers import Blame, StragglerDetector, print_to_stderr
+from paceline.telemetry.stragglers import Blame, StragglerDetector, print_blame
 from paceline.testing import run_ranks, seeded
 from paceline.testing.ranks import gloo_group
 
@@ -172,7 +172,7 @@ class Trainer:
 
     def tell(self, step: int, blame: Blame) -> None:
         self.told.append((step, blame))
-        print_to_stderr(step, blame)
+        print_blame(step, blame)
 
     def train(self, steps: int, slow: int, phase: Phase, ms: float, first: int = 0) -> None:
         for self.watch.step in range(first, first + steps):

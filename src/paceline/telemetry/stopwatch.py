@@ -43,13 +43,8 @@ _RESOLVE_PERIOD = 64
 
 Mark = tuple[int, Phase]
 """When a phase began, in nanoseconds, and which phase."""
-
-
-class StepTimes(NamedTuple):
-    """Where one step's time went, in nanoseconds by measured phase."""
-
-    step: int
-    ns_by_phase: dict[Phase, int]
+StepTimes = dict[Phase, int]
+"""Where one step's time went, in nanoseconds by measured phase."""
 
 
 class Awaited(NamedTuple):
@@ -176,7 +171,7 @@ class Stopwatch:
             for each, ns in self._step_ns.items():
                 self._total_ns[each] += ns
             if counts:
-                self.finished.append(StepTimes(step, self._step_ns))
+                self.finished.append(self._step_ns)
             self._step_ns = dict.fromkeys(MEASURED, 0)
 
 

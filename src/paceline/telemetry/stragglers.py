@@ -65,7 +65,7 @@ class StragglerDetector:
     """
 
     def __init__(self, watch: Stopwatch, membership: Membership) -> None:
-        self.on_blame: Callable[[int, Blame], None] = print_to_stderr
+        self.on_blame: Callable[[int, Blame], None] = print_blame
         """Called on rank 0 with the step and the finding.
 
         This object lives as long as the group, so the function must not keep the group alive."""
@@ -107,7 +107,7 @@ class StragglerDetector:
         self._warm_up_steps = 0
         where = word_device(membership.group, device)
         begun = spans.now_ns()
-        in_s = [{phase: ns / 1e9 for phase, ns in step.ns_by_phase.items()} for step in steps]
+        in_s = [{phase: ns / 1e9 for phase, ns in step.items()} for step in steps]
         mine = torch.tensor(summarise(in_s, self._took_s).row(), dtype=torch.float64).to(where)
         by_rank = all_gather(membership.group, mine, "Comparing the pace of the ranks")
         gathered = HostCopy(torch.stack(by_rank))
@@ -138,8 +138,8 @@ class StragglerDetector:
         self.on_blame(step, blame)
 
 
-def print_to_stderr(step: int, blame: Blame) -> None:
-    _print_on_stderr(f"step {step}: {blame}")
+def print_blame(step: int, blame: Blame) -> None:
+    _print_line(f"step {step}: {blame}")
 
 
 LEAST_SILENCE_S = 2.0
@@ -252,7 +252,7 @@ class StallWatch:
     ) -> None:
         self.watch = weakref.ref(watch)
         self.timeout_s = timeout_s
-        self._print = print_line or _print_on_stderr
+        self._print = print_line or _print_line
         self.keep: Callable[[str], None] | None = None
         """Called with each line that is printed, from these threads: a run records it."""
         self._clock = clock
@@ -368,5 +368,5 @@ def _describe(awaited: Awaited, members: Membership) -> str:
     return f"{what}, which lacks {_workers(numbers)}" if missing else what
 
 
-def _print_on_stderr(line: str) -> None:
+def _print_line(line: str) -> None:
     print(f"paceline: {line}", file=sys.stderr, flush=True)
