@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from html import escape
-from pathlib import Path
 
-from paceline.files import write_output
 from paceline.record import Trace
 from paceline.show.trace.drawing import bounded, name_of, numbers_of
 from paceline.telemetry import count_text, shape_text
@@ -24,11 +22,6 @@ SANS = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
 MONO = "ui-monospace, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 BATCH_X, LANES_X, LANES_END, SUM_X, SUM_END = 48, 300, 830, 890, 1152
 TOP, BOTTOM = 150, 500
-
-
-def write(trace: Trace, path: Path) -> None:
-    """Write the picture to a file, atomically."""
-    write_output(path, [draw_card(trace)])
 
 
 def draw_card(trace: Trace) -> str:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import IO
 
 from paceline.errors import UsageError, WireError, check_whole
-from paceline.files import RunFolder
+from paceline.files import RunFolder, write_output
 from paceline.record import Trace, read, to_json, write
-from paceline.show.trace import card
+from paceline.show.trace.card import draw_card
 from paceline.show.trace.drawing import WIDTH, draw, finish, paint, title_of
 from paceline.telemetry import read_terminal
 
@@ -84,7 +84,7 @@ def main(args: argparse.Namespace) -> int:
             screen.show([title_of(ENGINES[args.engine])])
         trace = _record(args)
     if args.svg is not None:
-        card.write(trace, Path(args.svg))
+        write_output(Path(args.svg), [draw_card(trace)])
     if args.json:
         print(json.dumps(to_json(trace), allow_nan=False))
     else:

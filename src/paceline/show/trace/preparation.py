@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
 
 import torch
 from torch import nn
@@ -36,17 +35,13 @@ def wrap_on_worker(
     wrapped = DistributedDataParallel(model)
     shared = flat_facts("weights from rank 0", model.parameters(), values=values)
     said = f"rank {world.rank} of {world.size}, process {os.getpid()}"
-    place: dict[str, Any] = {"title": f"worker {world.rank}", "worker": world.rank}
-    place["device"] = str(world.device)
+    place = Part(title=f"worker {world.rank}", worker=world.rank, device=str(world.device))
     own = [
-        Part(**place, text=said, seconds=met_s),
-        Part(**place, tensors=drawn + shared, seconds=time.perf_counter() - begin_s),
+        replace(place, text=said, seconds=met_s),
+        replace(place, tensors=drawn + shared, seconds=time.perf_counter() - begin_s),
     ]
     told = [asdict(part) for part in own]
-    if world.size > 1:
-        everyone = exchange(world.group, told, world.device, "Telling how workers met")
-    else:
-        everyone = [told]
+    everyone = exchange(world.group, told, world.device, "Telling how workers met")
     meet, placed = (
         [read_value(Part, parts[number], "part") for parts in everyone] for number in (0, 1)
     )
@@ -65,12 +60,9 @@ def wrap_on_worker(
         _stage(
             "place",
             "model to the devices",
-            "Every worker moves its copy of the model to its own device. "
-            + (
-                "Then rank 0's weights are sent to all, whatever they had: now all are equal."
-                if several
-                else ""
-            ),
+            "Every worker moves its copy of the model to its own device."
+            + " Then rank 0's weights are sent to all, whatever they had: now all are equal."
+            * several,
             placed,
             sent,
         ),
@@ -104,7 +96,7 @@ def _stage(name: str, title: str, text: str, parts: list[Part], moved: int = 0) 
     return Stage(
         name=name,
         title=title,
-        text=text.strip(),
+        text=text,
         parts=parts,
         bytes_moved=moved,
         seconds=max(known, default=None),
