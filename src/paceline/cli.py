@@ -75,6 +75,9 @@ def main(argv: list[str] | None = None) -> int:
 class Parser(argparse.ArgumentParser):
     """argparse with suggestions, which leaves all arguments after a script to the script."""
 
+    flags_may_follow = False
+    """Whether our flags may also stand directly after the script, if none stand before it."""
+
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
 
@@ -108,13 +111,23 @@ class Parser(argparse.ArgumentParser):
             if arguments[index] == "--":
                 return arguments[:index] + arguments[index + 1 : index + 2], arguments[index + 2 :]
             self._check_flags(arguments[index : index + 1])
-            index += 2 if self._takes_next(arguments[index]) else 1
-        return arguments[: index + 1], arguments[index + 1 :]
+            index += self._length(arguments[index])
+        mine, rest = arguments[: index + 1], arguments[index + 1 :]
+        if self.flags_may_follow and index == 0:
+            while rest and self._is_flag(rest[0]):
+                mine, rest = rest[: (n := self._length(rest[0]))] + mine, rest[n:]
+            if len(mine) > 1 and rest[:1] == ["--"]:
+                del rest[0]
+        return mine, rest
 
-    def _takes_next(self, flag: str) -> bool:
-        """Whether the flag's value is the next argument."""
+    def _is_flag(self, argument: str) -> bool:
+        action = self._option_string_actions.get(argument.partition("=")[0])
+        return action is not None and action.dest != "help"
+
+    def _length(self, flag: str) -> int:
+        """How many arguments a flag is: its value may be the next one."""
         action = self._option_string_actions.get(flag)
-        return action is not None and action.nargs != 0
+        return 2 if action is not None and action.nargs != 0 else 1
 
     def _check_flags(self, arguments: list[str]) -> None:
         for argument in arguments:

@@ -24,7 +24,6 @@ from paceline.show.scaling.command import (
     make_study,
     read_networks,
     read_sizes,
-    take_flags_after,
     write,
 )
 from paceline.show.scaling.measure import BucketTiming, Profile
@@ -55,7 +54,7 @@ def test_a_worker_is_the_same_thing_at_every_size(monkeypatch: pytest.MonkeyPatc
 def parse(*arguments: str) -> Namespace:
     parser = Parser(prog="paceline scale")
     add_arguments(parser)
-    return take_flags_after(parser.parse_args(list(arguments)))
+    return parser.parse_args(list(arguments))
 
 
 @pytest.mark.parametrize(

@@ -281,12 +281,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     help = "the script; the flags above may also follow it directly"
     add("script", nargs="?", help=help)
     add("script_args", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
-    parser.set_defaults(parser=parser)
+    parser.flags_may_follow = True  # type: ignore[attr-defined]
 
 
 def main(args: argparse.Namespace) -> int:
     """Measure, compare, print; returns 1 if --fail-under requires it."""
-    args = take_flags_after(args)
     sizes = sorted({1, *read_sizes("--workers", args.workers)})
     predict = sorted(set(read_sizes("--predict", args.predict))) if args.predict else []
     networks = read_networks(args.network, args.latency_us, args.bandwidth_gbps)
@@ -350,31 +349,6 @@ def choose_threads(wanted: int | None, cores: int, most_workers: int) -> int | N
     if wanted is not None or env.read("OMP_NUM_THREADS"):
         return wanted
     return max(1, cores // most_workers)
-
-
-def take_flags_after(args: argparse.Namespace) -> argparse.Namespace:
-    """Parse `scale train.py --workers 1,2 --epochs 3` as it is meant.
-
-    Without flags of ours before the script, those directly after it are ours, up to `--` or the
-    first other argument. Otherwise all arguments after the script belong to the script.
-    """
-    parser: argparse.ArgumentParser = args.parser
-    flags = {
-        name: action
-        for action in parser._actions  # argparse has no public list of flags
-        for name in action.option_strings
-        if action.dest != "help"
-    }
-    if any(getattr(args, each.dest) != each.default for each in flags.values()):
-        return args
-    rest, ours = list(args.script_args), list[str]()
-    while rest and (action := flags.get(rest[0].partition("=")[0])) is not None:
-        has_value = action.nargs != 0 and "=" not in rest[0]
-        ours += rest[: 1 + has_value]
-        del rest[: 1 + has_value]
-    if rest[:1] == ["--"]:
-        del rest[0]
-    return parser.parse_args([*ours, "--", args.script, *rest]) if ours else args
 
 
 def read_sizes(name: str, text: str) -> list[int]:
