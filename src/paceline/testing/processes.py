@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import gc
-import importlib
 import math
 import multiprocessing
 import os
@@ -27,6 +26,7 @@ from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -52,18 +52,15 @@ _SECONDARY_S = 2.0
 _STACK_SIGNAL, _STACK_S = signal.SIGUSR1, 0.5
 _TRACEBACK_LIMIT_CHARS = 100_000
 
-FunctionName = tuple[str, str]
-"""A function's module and qualified name."""
-
-Argument = bytes | FunctionName
-"""An encoded argument: bytes of the codec, or a function by name."""
+Argument = bytes | str
+"""An encoded argument: bytes of the codec, or a function as `module:name`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerCall:
     """The arguments that every worker of one call gets."""
 
-    function: FunctionName
+    function: str
     args: list[Argument]
     size: int
     folder: str
@@ -230,26 +227,16 @@ def _watch(workers: list[_RankProcess], timeout_s: float, *, stop_at_first: bool
             worker.check_exit()
 
 
-def _name_of(function: Callable[..., Any], what: str) -> FunctionName:
-    """The module and name by which another process can import a function."""
-    module = getattr(function, "__module__", None) or ""
-    name = getattr(function, "__qualname__", "")
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is not function:
-        raise UsageError(
-            f"{what} is {function!r}, which another process cannot import.",
-            advice="Define it at the top level of a module; pass what it needs as arguments.",
-        )
-    return module, name
-
-
-def _find(name: FunctionName) -> Any:
-    found: Any = importlib.import_module(name[0])
-    for part in name[1].split("."):
-        found = getattr(found, part)
-    return found
+def _name_of(function: Callable[..., Any], what: str) -> str:
+    """The `module:name` by which another process can import a function."""
+    name = ":".join(getattr(function, each, "") for each in ("__module__", "__qualname__"))
+    with suppress(AttributeError, ImportError, ValueError):
+        if resolve_name(name) is function:
+            return name
+    raise UsageError(
+        f"{what} is {function!r}, which another process cannot import.",
+        advice="Define it at the top level of a module; pass what it needs as arguments.",
+    )
 
 
 def _work(rank: int, call: WorkerCall) -> None:
@@ -279,8 +266,8 @@ def _work(rank: int, call: WorkerCall) -> None:
         )
         group = dist.group.WORLD
         await_all_connected(store, call.size, call.timeout_s)
-        args = [decode(arg) if isinstance(arg, bytes) else _find(arg) for arg in call.args]
-        result = _find(call.function)(testing_world(rank, call.size, group), *args)
+        args = [decode(arg) if isinstance(arg, bytes) else resolve_name(arg) for arg in call.args]
+        result = resolve_name(call.function)(testing_world(rank, call.size, group), *args)
         settle_device()
         message = encode({"ok": True, "at": time.monotonic(), "result": result})
         say_last_words(group)
