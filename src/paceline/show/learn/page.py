@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from importlib import resources
 from pathlib import Path
 from typing import Any
 from xml.etree.ElementTree import Element, fromstring
@@ -80,10 +79,9 @@ def _picture(trace: Trace) -> list[Any]:
 
 def render(shown: dict[str, Any]) -> str:
     """The page that shows a document."""
-    own = resources.files(__package__).joinpath("assets")
-    style = "\n".join([*map(asset, STYLES), own.joinpath("lessons.css").read_text("utf-8")])
+    style = "\n".join([*map(asset, STYLES), asset("lessons.css", __package__)])
     names = [*(f"vendor/{name}" for name in LIBRARIES), *SHARED]
-    script = "\n".join([*map(asset, names), own.joinpath("lessons.js").read_text("utf-8")])
+    script = "\n".join([*map(asset, names), asset("lessons.js", __package__)])
     facts = [
         f"{each['question']} {each['shown']}"
         for lesson in shown["lessons"]

@@ -61,13 +61,16 @@ def assemble(
 
 def embedded(value: object) -> str:
     """JSON inside a script element, in which no string can end that element."""
-    content = json.dumps(plain_json(value), separators=(",", ":"), allow_nan=False)
-    return re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", content)
+    return re.sub("[<>&]", lambda found: f"\\u{ord(found[0]):04x}", compact_json(value))
 
 
-def asset(name: str) -> str:
-    """A file of the page, by its name in `assets`."""
-    content = resources.files(__package__).joinpath("assets", *name.split("/")).read_text("utf-8")
+def compact_json(value: object) -> str:
+    return json.dumps(plain_json(value), separators=(",", ":"), allow_nan=False)
+
+
+def asset(name: str, package: str = __package__) -> str:
+    """A file of a page, by its name in the `assets` of a package."""
+    content = resources.files(package).joinpath("assets", *name.split("/")).read_text("utf-8")
     return re.sub(r"(?m)^//# sourceMappingURL=.*$", "", content)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import threading
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError, WireError
-from paceline.files import RunFolder, plain_json, read_info, read_log, replace_file
+from paceline.files import RunFolder, read_info, read_log, replace_file
 from paceline.show.report import document, page
 from paceline.show.report.bounds import bounded
 from paceline.show.report.collect import SKETCHED, RunReader
@@ -136,7 +135,7 @@ class Followed:
             await asyncio.sleep(max(began_s + period_s - time.monotonic(), rest_s))
 
     def _publish(self, kind: str, value: Mapping[str, Any]) -> None:
-        message = f"event: {kind}\ndata: {_json(value)}\n\n".encode()
+        message = f"event: {kind}\ndata: {page.compact_json(value)}\n\n".encode()
         self._published += 1
         if kind == "document":
             self._messages.clear()  # a document includes all that older messages had
@@ -221,7 +220,7 @@ class Followed:
     async def document(self) -> str:
         """The document as it is now, as JSON."""
         await self._catch_up()
-        return _json(await asyncio.to_thread(self._build))
+        return page.compact_json(await asyncio.to_thread(self._build))
 
     async def report(self) -> str:
         """The run's report as one HTML file."""
@@ -303,7 +302,3 @@ def _size(path: Path) -> int:
         return path.lstat().st_size
     except OSError:
         return 0
-
-
-def _json(value: object) -> str:
-    return json.dumps(plain_json(value), separators=(",", ":"), allow_nan=False)

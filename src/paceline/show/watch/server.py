@@ -32,7 +32,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
 from html import escape
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -234,11 +233,9 @@ def bound_connections(guard: Guard) -> type[H11Protocol]:
 
 def find_assets() -> Mapping[str, str]:
     """The files that the page links, by name; no others are ever sent."""
-    folder = resources.files(__package__).joinpath("assets")
-    style, script = (folder.joinpath(name).read_text("utf-8") for name in ("live.css", "live.js"))
     return {
-        "page.css": "\n".join([*map(asset, STYLES), style]),
-        "page.js": "\n".join([*map(asset, SCRIPTS), script]),
+        "page.css": "\n".join([*map(asset, STYLES), asset("live.css", __package__)]),
+        "page.js": "\n".join([*map(asset, SCRIPTS), asset("live.js", __package__)]),
     }
 
 
