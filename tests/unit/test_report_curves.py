@@ -62,6 +62,14 @@ def test_characters_that_hide_or_turn_text_are_shown_as_unknown() -> None:
     assert text("two\nlines\tand a tab") == "two\nlines\tand a tab"
 
 
+def test_the_mean_of_a_step_is_known_where_a_drawing_has_fewer_points_than_steps() -> None:
+    curve = Curve()
+    for step in range(1, 1001):
+        curve.add(step, 2.0 * step, 2.0)
+    assert len(curve.points()) < 1000
+    assert [curve.mean_at(step) for step in range(1, 1001)] == [float(n) for n in range(1, 1001)]
+
+
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),

@@ -151,7 +151,7 @@ def follow(
         data = reader.data
         if data.steps > shown + SHOWN_STEPS:  # all workers have written the step before
             shown += SHOWN_STEPS
-            loss = next(point.mean for point in data.metrics["loss"].points() if point.x == shown)
+            loss = data.metrics["loss"].mean_at(shown)
             changes = [event["workers"] for event in data.events["generation"]]
             workers = count_text([data.workers, *changes][-1], "worker")
             print_lines([f"  step {shown:>4}   {workers}   loss {loss:.4f}"])

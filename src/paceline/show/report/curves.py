@@ -59,6 +59,11 @@ class Curve:
                 before = self._cells.get(cell // 2, (0.0, 0.0))
                 self._cells[cell // 2] = before[0] + sums[0], before[1] + sums[1]
 
+    def mean_at(self, step: int) -> float:
+        """The mean of a step that was added, or of those merged with it."""
+        total, weight = self._cells[step // self._stride]
+        return total / weight
+
     def totals(self) -> tuple[float, float]:
         """The sum of all that was added, and of its weights."""
         sums = self._cells.values()
