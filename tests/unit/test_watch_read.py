@@ -306,6 +306,15 @@ def test_a_folder_in_which_nothing_is_yet_is_shown_when_there_is_something(tmp_p
     assert run.build_live()["step"] == 20
 
 
+def test_runs_in_different_folders_never_share_a_name(tmp_path: Path) -> None:
+    paths = [tmp_path / folder for folder in ("a/x", "b/x-3", "c/x", "d/x")]
+    for path in paths:
+        RunFolder(path).create()
+    watched = Watched(paths)
+    assert len({run.name for run in watched.runs}) == 4
+    assert [watched.find(run.name) for run in watched.runs] == watched.runs
+
+
 def test_runs_that_begin_later_in_a_folder_are_found_and_take_the_place_of_none(
     tmp_path: Path,
 ) -> None:

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -262,9 +263,10 @@ class Watched:
         self.first = self.runs[0]
 
     def _add(self, path: Path) -> None:
-        name, names = path.resolve().name, [run.name for run in self.runs]
-        if name in names:  # of two in different folders, the second gets a number
-            name = f"{name}-{len(names) + 1}"
+        names, own = {run.name for run in self.runs}, path.resolve().name
+        # Of several in different folders, all but the first get a number.
+        numbered = chain([own], (f"{own}-{number}" for number in count(2)))
+        name = next(each for each in numbered if each not in names)
         self.runs.append(Followed(name, path, self))
         self.runs[-1].read_status()
 
