@@ -151,6 +151,25 @@ def test_a_tracker_that_is_slow_does_not_hold_training_up(
     assert 0 < len(slow.points) < 20
 
 
+def test_a_tracker_that_hangs_with_a_full_queue_is_named_with_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(trackers, "QUEUE_POINTS", 1)
+    monkeypatch.setattr(trackers, "CLOSE_TIMEOUT_S", 0.01)
+    hung = threading.Event()
+    tracker = Memory(until=hung)
+    tracker.start(INFO, 0, [])
+    for step in (1, 2):
+        tracker.evaluation(Summary(0, step, {"loss": 0.5}, 0.1, 8))
+    with pytest.warns(UserWarning, match=r"Memory") as warned:
+        tracker.stop(2, "finished", "")
+    assert len(warned) == 2
+    hung.set()
+    tracker._queue.put("finished", timeout=PATIENCE_S)
+    assert tracker._thread is not None
+    tracker._thread.join(PATIENCE_S)
+
+
 def test_rows_of_steps_that_are_done_again_replace_the_first_ones(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create()

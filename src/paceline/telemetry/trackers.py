@@ -23,6 +23,7 @@ import threading
 import time
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -135,8 +136,9 @@ class Tracker:
 
     def stop(self, step: int, status: str, reason: str) -> None:
         if self._thread is not None:
-            self._queue.put(status, timeout=CLOSE_TIMEOUT_S)
-            self._thread.join(CLOSE_TIMEOUT_S)
+            with suppress(queue.Full):  # it hangs, as the warning will say
+                self._queue.put(status, timeout=CLOSE_TIMEOUT_S)
+                self._thread.join(CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
                 warnings.warn(
                     f"{self.name} still writes after {CLOSE_TIMEOUT_S:.0f} s: what it has not "
