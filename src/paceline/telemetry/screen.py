@@ -188,11 +188,8 @@ class Screen:
 
     def __init__(self, stream: TextIO, *, has_colour: bool, redirects_prints: bool = False) -> None:
         """`redirects_prints`: show what this process prints above the line, too."""
-        self._stream, self._has_colour, self._redirects_prints = (
-            stream,
-            has_colour,
-            redirects_prints,
-        )
+        self._stream, self._has_colour = stream, has_colour
+        self._redirects_prints = redirects_prints
         self._status: RunStatus | None = None
         self._note = ""
         self._line = b""
@@ -288,9 +285,7 @@ class Screen:
         self._put(_ERASE + self._line)
 
     def _put(self, data: bytes) -> None:
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # a terminal that fails must not stop training
+        with contextlib.suppress(OSError, ValueError):  # a terminal that fails is no reason to stop
             write_bytes(self._stream, data)
 
     def _console(self, file: IO[str], width: int | None = None) -> Console:

@@ -13,14 +13,12 @@ import shlex
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
 from paceline.errors import check_members, message_of
 from paceline.files import EventWriter, RunFolder, RunInfo, find_info, write_info
 from paceline.group import Membership
-from paceline.telemetry.display import Progress, choose_mode
-from paceline.telemetry.screen import read_terminal
+from paceline.telemetry.display import Progress
 
 INFO_PERIOD_S = 2.0
 """How far the step in `run.json` may lag behind."""
@@ -221,12 +219,7 @@ class TerminalSink:
         """`began` is the run's first step and its time, where this worker joined later."""
         self._mode, self._folder, self._draws, self._advice = mode, folder, draws, ""
         self._began = began
-        choose_mode(mode, read_terminal(), can_draw=False)  # rejects an unknown one now
-
-    @cached_property
-    def _progress(self) -> Progress:
-        """Silent until the run begins."""
-        return Progress(self._mode, draws=False)
+        self._progress = Progress(mode, draws=False)  # silent until the run begins
 
     def start(self, info: RunInfo, step: int, lines: Sequence[str]) -> None:
         self._progress = Progress(self._mode, draws=self._draws)

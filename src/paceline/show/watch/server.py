@@ -189,9 +189,7 @@ def listen(port: int) -> Listener:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind(("127.0.0.1", port))
-        listening.listen(
-            QUEUE_LENGTH
-        )  # fails where another socket listens, in spite of SO_REUSEADDR
+        listening.listen(QUEUE_LENGTH)  # raises where another one listens, in spite of SO_REUSEADDR
     except (OSError, OverflowError) as error:
         listening.close()
         why = error.strerror if isinstance(error, OSError) else str(error)
