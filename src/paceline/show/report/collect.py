@@ -118,6 +118,11 @@ class RunReader:
         self._is_judged = True
         """Whether slow workers have been searched for in all that was read."""
 
+    @property
+    def size(self) -> int:
+        """How many bytes of events there were at the last reading."""
+        return sum(cursor.size for cursor in self._cursors.values())
+
     def read(self, *, has_timeline: bool = True, most_batches: int | None = None) -> bool:
         """Read what is new; returns whether there was any. Without timeline it takes half the time.
 

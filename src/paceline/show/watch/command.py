@@ -158,15 +158,13 @@ def find_paths(given: Sequence[str], *, must_be_there: bool = False) -> list[Pat
     found = list[Path]()
     for path in map(Path, given):
         check_folder(path)
-        is_run = _is_run(path)
-        around = [] if is_run else find_runs(path, RUNS_LIMIT)
-        runs = [path] if is_run else [run for run in around if run != path.parent]
+        around = [path] if _is_run(path) else find_runs(path, RUNS_LIMIT)
+        runs = [run for run in around if run != path.parent]
         if not runs and must_be_there:
             raise UsageError(
                 f"{str(path)!r} has no run: no run.json, no events.", advice="Train one first."
             )
-        runs, is_run = runs or [path], is_run or not runs
-        found += runs if is_run else sorted(runs, key=_last_written, reverse=True)
+        found += sorted(runs, key=_last_written, reverse=True) or [path]
     return list(dict.fromkeys(found))
 
 

@@ -163,8 +163,7 @@ class Followed:
             data = self._reader.data
             if not self._is_sketched or not self.path.is_dir():
                 return False
-            size = sum(_size(data.folder.events_of(rank)) for rank in data.ranks)
-            if size > EXACT_UP_TO_BYTES:
+            if self._reader.size > EXACT_UP_TO_BYTES:
                 return False
             self._exact = self._exact or RunReader(self.path)
             with contextlib.suppress(UsageError, OSError):
@@ -297,10 +296,3 @@ class Watched:
     def find(self, name: str | None) -> Followed | None:
         """The run of that name; the first where no name is given."""
         return self.first if name is None else next((r for r in self.runs if r.name == name), None)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return 0
