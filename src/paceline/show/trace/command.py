@@ -118,19 +118,13 @@ class Printer:
         """Print lines; with `--step-by-step`, wait for Enter at empty lines, which end a stage."""
         for line in finish([*lines], sys.maxsize, self.is_plain):
             if not line and self._waits:
-                self._waits = bool(_ask("    Enter: the next stage. "))
+                try:
+                    input("    Enter: the next stage. ")
+                except EOFError:
+                    self._waits = False
+                    print()
             else:
                 print(paint(line) if self._has_colour else line, file=self._stream, flush=True)
-
-
-def _ask(words: str) -> bool:
-    """Wait for Enter; False at the end of standard input."""
-    try:
-        input(words)
-    except EOFError:
-        print()
-        return False
-    return True
 
 
 def _check(args: argparse.Namespace) -> None:

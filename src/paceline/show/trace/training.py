@@ -155,7 +155,8 @@ class _Loop:
         if self.options.epochs == 0:
             self._record(rows, step=1)  # the only step, so it is number 1 whatever its batch
         else:
-            epochs = [self._untrained(), *map(self._epoch, range(self.options.epochs))]
+            untrained = self._rated(0, *self._evaluate(self.task.dataset), 0.0)
+            epochs = [untrained, *map(self._epoch, range(self.options.epochs))]
         assert self.trace is not None  # the chosen step is one of the first epoch
         trace = with_median_times(self.trace, timed) if timed else self.trace
         first, *later = map(self._with_epoch, trace.stages)
@@ -200,22 +201,13 @@ class _Loop:
         self.optimizer.load_state_dict(state[1])
         return timed[FIRST_STEPS:]
 
-    def _untrained(self) -> Epoch:
-        """Epoch 0: the untrained model."""
-        loss, accuracy = self._evaluate(self.task.dataset)
-        return self._rated(0, float("nan") if loss is None else loss, accuracy, 0.0)
-
     def _rated(self, epoch: int, loss: float, accuracy: float | None, seconds: float) -> Epoch:
         """The epoch with loss and accuracy on rows that are not trained on."""
+        rated = Epoch(epoch=epoch, loss=loss, accuracy=accuracy, seconds=seconds)
+        if self.task.evaluation is None:
+            return rated
         new_loss, new_accuracy = self._evaluate(self.task.evaluation)
-        return Epoch(
-            epoch=epoch,
-            loss=loss,
-            accuracy=accuracy,
-            seconds=seconds,
-            evaluation_loss=new_loss,
-            evaluation_accuracy=new_accuracy,
-        )
+        return replace(rated, evaluation_loss=new_loss, evaluation_accuracy=new_accuracy)
 
     def _epoch(self, number: int) -> Epoch:
         sums = torch.zeros(3, dtype=torch.float64)
@@ -275,10 +267,8 @@ class _Loop:
         loss, right, rows = sums.tolist()
         return loss / rows, None if right != right else right / rows
 
-    def _evaluate(self, data: Any) -> tuple[float | None, float | None]:
+    def _evaluate(self, data: Any) -> tuple[float, float | None]:
         """Loss and accuracy on rows of a dataset, each counted once; nothing is trained."""
-        if data is None:
-            return None, None
         sums = torch.zeros(3, dtype=torch.float64)
         own = range(self.rank, len(data), self.size)
         self.model.eval()
