@@ -79,12 +79,12 @@ class Memory:
             done: Done = read_value(Done, document, "progress")
             if done.schema != SCHEMA:
                 raise WireError(f"It has schema {done.schema}.")
+            return done
         except FileNotFoundError:
-            return Done()
+            pass
         except (WireError, OSError) as error:
             self._put_aside(error)
-            return Done()
-        return done
+        return Done()
 
     def _put_aside(self, error: Exception) -> None:
         aside = self.path.with_name(self.path.name + ".unreadable")

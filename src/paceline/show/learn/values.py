@@ -74,7 +74,8 @@ def _read_shape(text: str) -> list[int] | None:
 
 
 def _read_number(text: str) -> float | None:
-    text = re.sub(r"(?<![0-9])([0-9]{1,3}(?:,[0-9]{3})+)(?![0-9])", _without_commas, text)
+    whole = r"(?<![0-9])([0-9]{1,3}(?:,[0-9]{3})+)(?![0-9])"  # 1,000
+    text = re.sub(whole, lambda found: found[0].replace(",", ""), text)
     text = re.sub(r"^([+-]?[0-9]+),([0-9]+)", r"\1.\2", text)  # a comma before decimals
     match = re.fullmatch(rf"({_NUMBER})\s*(?:/\s*({_NUMBER}))?\s*([a-z%]*)", text)
     if match is None or not (match[3] in _UNITS or _PLAIN_UNITS.fullmatch(match[3])):
@@ -108,10 +109,6 @@ def _without_brackets(text: str) -> str:
     while len(text) > 1 and text[0] + text[-1] in ("()", "[]", "{}"):
         text = text[1:-1].strip()
     return text
-
-
-def _without_commas(found: re.Match[str]) -> str:
-    return found[0].replace(",", "")
 
 
 def is_same(kind: Kind, typed: Any, answer: Any, tolerance: float = 0.0, unit: str = "") -> bool:
