@@ -105,12 +105,12 @@ class Lab(Runs):
     @property
     def prediction_way(self) -> list[str]:
         """The predicted row from the batch to the joined outputs, a line for each stage."""
-        told = []
+        lines = []
         for stop in self.prediction.stops:
             where = "" if stop.worker is None else f" of {self.devices[stop.worker]}"
             values = " ".join(map(short_number, (stop.values or [])[:4]))
-            told.append(f"{stop.stage:<8} row {stop.row}{where}: {values}")
-        return told
+            lines.append(f"{stop.stage:<8} row {stop.row}{where}: {values}")
+        return lines
 
     @property
     def minutes(self) -> tuple[int, int]:
@@ -123,8 +123,8 @@ class Lab(Runs):
 
     @property
     def study_table(self) -> list[str]:
-        told = list(study_lines({**self.study, "check": {"text": ""}, "suggestion": None}))
-        return told[told.index("") + 1 :]  # without the heading, which is about several studies
+        lines = list(study_lines({**self.study, "check": {"text": ""}, "suggestion": None}))
+        return lines[lines.index("") + 1 :]  # without the heading, which is about several studies
 
 
 def stage_of(trace: Trace, name: str) -> Stage:

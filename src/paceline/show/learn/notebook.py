@@ -49,8 +49,8 @@ class LessonShown:
     """Has `trouble` if the reader's own model could not be used."""
 
     def __str__(self) -> str:
-        told = filter(None, (self.lesson.introduction, self.lab.trouble))
-        return "\n\n".join([*told, "\n".join(answer_lines(self.lab, self.answers, WIDTH))])
+        intro = filter(None, (self.lesson.introduction, self.lab.trouble))
+        return "\n\n".join([*intro, "\n".join(answer_lines(self.lab, self.answers, WIDTH))])
 
     __repr__ = __str__
 

@@ -193,8 +193,8 @@ class Runs:
     @cached_property
     def same_rows(self) -> Trace:
         """A step without a sampler, in which all workers have the same rows."""
-        told = self._launch(scripts.without_sampler, self.make_task(), self.rows_each)
-        return from_json(told[0])
+        first, *_ = self._launch(scripts.without_sampler, self.make_task(), self.rows_each)
+        return from_json(first)
 
     @property
     def rows_each(self) -> int:

@@ -120,13 +120,13 @@ class Session:
             verdict = "not scored"
         self.say(_verdict_text(verdict, said, answered))
         self.show_evidence(answered)
-        told = Prediction(
+        prediction = Prediction(
             question=answered.question,
             said=", then ".join(said),
             found=answered.shown,
             verdict=verdict,
         )
-        return told, answered
+        return prediction, answered
 
     def _try_again(self, question: Question, answered: Answered, said: str) -> Any:
         """Ask for another prediction; a hint runs a smaller example first."""
@@ -207,13 +207,13 @@ class Session:
 
     def _note(self, name: str, score: Score, question: Question) -> bool:
         """Ask one question, and save the prediction at once."""
-        told, answered = self.play(question)
+        prediction, answered = self.play(question)
         # Saved before anything else, because the terminal may go away at any time.
-        score.add(question.name, told)
+        score.add(question.name, prediction)
         self.memory.done.begun[name] = score
         self._save()
         self.wait_for_enter(answered)
-        return told.verdict in ("right", "not scored")
+        return prediction.verdict in ("right", "not scored")
 
     def _finish(self, name: str, score: Score) -> None:
         """Record the score of a finished lesson; it replaces an earlier one."""
@@ -309,9 +309,9 @@ def _verdict_text(verdict: str, said: Sequence[str], answered: Answered) -> str:
         case "wrong":
             return f"{BAD} You answered {said[-1]}. The answer is {answered.shown}."
         case "not scored":
-            told = f"You answered {said[-1]}. " if said else ""
+            given = f"You answered {said[-1]}. " if said else ""
             return (
-                f"{told}Measured: {answered.shown}. Not counted: the machine is too busy for a "
+                f"{given}Measured: {answered.shown}. Not counted: the machine is too busy for a "
                 "reliable measurement."
             )
     return f"The answer is {answered.shown}."

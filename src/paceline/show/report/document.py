@@ -211,13 +211,13 @@ def generations(data: RunData) -> Json | None:
         after_s = max(0.0, event["t"] - data.first_t)
         gone = [_dict(each) for each in _list(event.get("died"))]
         new = [each for each in map(whole, _list(event.get("joined"))) if each is not None]
-        told = [f"worker {each.get('worker')} {each.get('how')}" for each in gone]
-        told += [f"worker {each} joined" for each in new]
+        changes = [f"worker {each.get('worker')} {each.get('how')}" for each in gone]
+        changes += [f"worker {each} joined" for each in new]
         points.append((after_s, size))
         size = whole(event.get("workers"), 1) or size
         points.append((after_s, size))
         died, joined = died + len(gone), joined + len(new)
-        what = "; ".join(told) or "the same workers formed another group"
+        what = "; ".join(changes) or "the same workers formed another group"
         step = next((each.get("step") for each in gone), event["step"])
         rows.append({"after_s": after_s, "step": step, "what": what, "workers": size})
     points.append((max(points[-1][0], data.last_t - data.first_t), size))

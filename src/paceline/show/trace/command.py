@@ -52,8 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--predict", "I", None, "also follow row I through every layer"),
         ("--step", "N", None, "which recorded step of RUN to draw"),
     ):
-        told = text if default is None else f"{text} (default: {default})"
-        add(flag, metavar=metavar, type=int, default=default, help=told)
+        text += "" if default is None else f" (default: {default})"
+        add(flag, metavar=metavar, type=int, default=default, help=text)
     for flag, metavar, text in (
         ("--model", "FILE:FUNCTION", "a function that returns (model, dataset, loss_fn)"),
         ("--weight", "NAME[I,J]", 'the weight to follow, such as "0.weight[3,1]"'),

@@ -231,12 +231,12 @@ def _marks(trace: Trace, stage: Stage, part: Part) -> Iterator[str]:
             out = f": {' '.join(map(short_number, values[:3]))}" if values else ""
             here = f" is row {stop.row:,} here" if stop.row != sample.index else ""
             yield f"{SAMPLE} row {sample.index:,}{here}{out}"
-    for told in weight.stops if weight else []:
-        numbers = told.by_worker or [] if told.stage == stage.name else []
+    for at in weight.stops if weight else []:
+        numbers = at.by_worker or [] if at.stage == stage.name else []
         if part.worker is None and len(numbers) > 1:
-            yield f"{WEIGHT} {told.what} from each: {' + '.join(f'{n:.4g}' for n in numbers[:4])}"
+            yield f"{WEIGHT} {at.what} from each: {' + '.join(f'{n:.4g}' for n in numbers[:4])}"
         elif (part.worker or 0) < len(numbers):
-            yield f"{WEIGHT} {told.what} {numbers[part.worker or 0]:.6g}"
+            yield f"{WEIGHT} {at.what} {numbers[part.worker or 0]:.6g}"
 
 
 def _bucket_lines(parts: Sequence[Part], weight: Weight | None, room: int) -> list[str]:
@@ -261,13 +261,14 @@ def _some(numbers: Sequence[str]) -> str:
 def _conclusions(trace: Trace, width: int) -> Iterator[str]:
     """The followed weight through the step, and the check."""
     if trace.weight is not None:
-        told = [
+        values = [
             f"{stop.what} {_some([f'{n:.6g}' for n in dict.fromkeys(stop.by_worker)])}"
             for stop in trace.weight.stops
             if stop.by_worker
         ]
-        if told:
-            yield from _marked(WEIGHT, f"Weight {name_of(trace.weight)}: {', '.join(told)}.", width)
+        if values:
+            said = f"Weight {name_of(trace.weight)}: {', '.join(values)}."
+            yield from _marked(WEIGHT, said, width)
     check = trace.check
     if check is None:
         return

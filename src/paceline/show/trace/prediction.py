@@ -28,11 +28,11 @@ Kind = Literal["classes", "binary", "value"]
 
 def observe(epochs: Sequence[Epoch]) -> TrainedEpochs:
     """Add an observation to each epoch, and one for all of them."""
-    told = [
+    described = [
         replace(epoch, observation=_describe_epoch(epochs[:number], epoch))
         for number, epoch in enumerate(epochs)
     ]
-    return TrainedEpochs(epochs=told, observation=_describe_training(epochs))
+    return TrainedEpochs(epochs=described, observation=_describe_training(epochs))
 
 
 def _describe_epoch(before: Sequence[Epoch], epoch: Epoch) -> str:

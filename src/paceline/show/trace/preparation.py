@@ -40,13 +40,13 @@ def wrap_on_worker(
         replace(place, text=said, seconds=met_s),
         replace(place, tensors=drawn + shared, seconds=time.perf_counter() - begin_s),
     ]
-    told = [asdict(part) for part in own]
-    everyone = exchange(world.group, told, world.device, "Telling how workers met")
+    sent = [asdict(part) for part in own]
+    by_rank = exchange(world.group, sent, world.device, "Telling how workers met")
     meet, placed = (
-        [read_value(Part, parts[number], "part") for parts in everyone] for number in (0, 1)
+        [read_value(Part, parts[number], "part") for parts in by_rank] for number in (0, 1)
     )
     several = world.size > 1
-    sent = tensor_bytes(list(model.parameters())) * (world.size - 1)
+    moved = tensor_bytes(list(model.parameters())) * (world.size - 1)
     return wrapped, [
         _stage(
             "meet",
@@ -64,7 +64,7 @@ def wrap_on_worker(
             + " Then rank 0's weights are sent to all, whatever they had: now all are equal."
             * several,
             placed,
-            sent,
+            moved,
         ),
     ]
 

@@ -58,8 +58,8 @@ def trace_task(task: Task, options: Namespace) -> Trace:
             # The first optimizer imports the compiler: here once, and not in each forked worker.
             # Not where workers will use CUDA, whose driver must not be initialised before the fork.
             task.optimizer([nn.Parameter(torch.zeros(1))])
-        told = launch(_work, task, options, workers=options.workers, label=False)
-        return from_json(told[0])
+        first, *_ = launch(_work, task, options, workers=options.workers, label=False)
+        return from_json(first)
     places: list[Any] = [f"cpu:{i}" for i in range(options.workers)]
     if options.device == "cuda":
         places = [i % torch.accelerator.device_count() for i in range(options.workers)]
