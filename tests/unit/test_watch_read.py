@@ -31,9 +31,9 @@ from paceline.files.run_folder import (
 )
 from paceline.record.stages import write as write_trace
 from paceline.show.report import document
-from paceline.show.report.collect import SKETCHED, RunReader, collect
+from paceline.show.report.collect import RunReader, collect
 from paceline.show.report.sentences import waiting_verdict
-from paceline.show.report.sketch import choose_lines
+from paceline.show.report.sketch import SKETCHED, choose_lines
 from paceline.show.watch import live
 from paceline.show.watch.command import find_paths
 from paceline.show.watch.follow import Watched

@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -48,10 +48,6 @@ COMPARED_STEPS_LIMIT = 2**16
 """For how many steps the shortest wait is kept; the others are assumed to be similar."""
 WINDOW_PERIOD_S = 30.0
 """How often the window of the timelines is read again, which takes a second."""
-SKETCHED = (
-    "The run is long: only a sample of its steps, evenly spread, and all of the last were read. "
-    "Curves, means and sums are estimates from these"
-)
 _PHASES = {str(phase): phase for phase in Phase}
 
 
@@ -331,7 +327,7 @@ class RunReader:
         lines = sketch.choose_lines(
             path, begin, end, steps=sketch.STEPS // ranks, scanned_bytes=scanned_bytes
         )
-        data.notes["sketch"] = f"{SKETCHED}; `paceline report` reads every step."
+        data.notes["sketch"] = f"{sketch.SKETCHED}; `paceline report` reads every step."
         for event in filter(None, map(parse_event, lines)):
             cursor.is_behind_gap = True
             self._add(rank, cursor, event)
@@ -396,7 +392,8 @@ class RunReader:
         measured = rank.measured
         for phase, seconds in spent.items():
             measured[phase] = measured.get(phase, 0.0) + count * seconds
-        for name, value in _items(event.get("metrics")):
+        metrics = event.get("metrics")
+        for name, value in metrics.items() if isinstance(metrics, dict) else ():
             if type(value) is not list or len(value) != 2:
                 continue
             total, weight = number(value[0]), number(value[1])
@@ -481,10 +478,6 @@ def _version(path: Path) -> tuple[int, int, int]:
     except OSError:
         return 0, 0, 0
     return found.st_size, found.st_ino, found.st_mtime_ns
-
-
-def _items(value: Any) -> Iterable[tuple[str, Any]]:
-    return value.items() if isinstance(value, dict) else ()
 
 
 def _split_waiting(data: RunData) -> None:

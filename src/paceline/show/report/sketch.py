@@ -25,6 +25,10 @@ SCANNED_BYTES = 2**28
 others together."""
 STABLE = 16
 """Without replaced workers, this fraction of the search is enough for the other ranks."""
+SKETCHED = (
+    "The run is long: only a sample of its steps, evenly spread, and all of the last were read. "
+    "Curves, means and sums are estimates from these"
+)
 _OTHER_EVENT = re.compile(rb'\n(\{"kind":"(start|' + "|".join(KEPT_KINDS).encode() + rb')"[^\n]*)')
 
 

@@ -20,8 +20,9 @@ from paceline.errors import UsageError, WireError
 from paceline.files import RunFolder, read_info, read_log, replace_file
 from paceline.show.report import document, page
 from paceline.show.report.bounds import bounded
-from paceline.show.report.collect import SKETCHED, RunReader
+from paceline.show.report.collect import RunReader
 from paceline.show.report.run_data import SILENT_S
+from paceline.show.report.sketch import SKETCHED
 from paceline.show.watch import live
 from paceline.show.watch.machine import Machine
 
