@@ -13,7 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
-from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    default_convert,
+    get_worker_info,
+)
 
 from paceline import Run
 from paceline.run.forks import MOST_DEATHS, LivingBatches, LoaderKilled, let_live, take
@@ -97,7 +103,7 @@ def _die(folder: Path, times: int, number: int) -> None:
 
 def _living(data: Dataset[Any], processes: int = 2) -> LivingBatches:
     loading = {"num_workers": processes, "prefetch_factor": 2}
-    return LivingBatches(lambda left: make_loader(data, loading, None, left), range(24))
+    return LivingBatches(lambda left: make_loader(data, loading, default_convert, left), range(24))
 
 
 @pytest.mark.parametrize("processes", [1, 2])

@@ -99,8 +99,9 @@ def collect_garbage(generation: int = 2) -> None:
         gc.collect(generation)
 
 
-# A rank that waits in a collective gets its own timeout error first, and then a moment to end.
-_GRACE_S = 1.0
+# A rank that waits in a collective gets its own timeout error first, however late it began to wait
+# on a busy machine, and then time to end.
+_GRACE_S = 10.0
 
 
 def run_ranks(
@@ -111,6 +112,8 @@ def run_ranks(
     return_exceptions: bool = False,
 ) -> list[Any]:
     """Run `body(world, *args)` on `size` ranks, each a thread, and return the results by rank.
+
+    A collective waits for `timeout_s`; a rank is given up 10 s later.
 
     When a rank raises, the first primary error is raised here, with a note that names the rank.
     With `return_exceptions`, errors are returned in the list instead.
@@ -149,14 +152,15 @@ def run_ranks(
         threading.Thread(target=run_rank, args=(rank,), name=f"rank {rank} of {size}", daemon=True)
         for rank in range(size)
     ]
-    deadline = time.monotonic() + timeout_s + _GRACE_S
+    limit_s = timeout_s + _GRACE_S
+    deadline = time.monotonic() + limit_s
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     for rank, thread in enumerate(threads):
         if thread.is_alive():
-            errors.setdefault(rank, _still_running(rank, thread, timeout_s))
+            errors.setdefault(rank, _still_running(rank, thread, limit_s))
     if not errors or return_exceptions:
         return [errors[rank] if rank in errors else results[rank] for rank in range(size)]
     error = _primary_error(errors)
@@ -218,12 +222,12 @@ def _primary_error(errors: dict[int, BaseException]) -> BaseException:
     return error
 
 
-def _still_running(rank: int, thread: threading.Thread, timeout_s: float) -> WorkerError:
+def _still_running(rank: int, thread: threading.Thread, limit_s: float) -> WorkerError:
     frame = sys._current_frames().get(thread.ident or 0)
     stack = "".join(traceback.format_stack(frame)) if frame is not None else ""
     where = stack.strip().rpartition('  File "')[2]
     return WorkerError(
-        f"Rank {rank} is still running after {timeout_s:g} s.",
+        f"Rank {rank} is still running after {limit_s:g} s.",
         f'It is at "{where}' if where else "",
         "A thread cannot be ended from outside: it stays until it returns.",
         rank=rank,
