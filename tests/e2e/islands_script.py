@@ -22,6 +22,7 @@ parser.add_argument("--out", type=Path)
 parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--every", type=int, default=4)
 parser.add_argument("--delay", type=int, default=0)
+parser.add_argument("--fragments", type=int, default=1)
 parser.add_argument("--die-in-update", default="{}", help="by island and rank, a step")
 parser.add_argument("--all-die-at", type=int, default=0, help="a step of island 1")
 parser.add_argument("--raise-at", type=int, default=0, help="a step of rank 1 of island 1")
@@ -38,7 +39,7 @@ while args.late and (args.out / "island 1 died").exists() and island == 1:
     if (args.out / "result.0").exists():
         break
     time.sleep(0.01)
-islands = paceline.Islands(every=args.every, delay=args.delay)
+islands = paceline.Islands(every=args.every, delay=args.delay, fragments=args.fragments)
 run = paceline.Run(
     net,
     optimizer,

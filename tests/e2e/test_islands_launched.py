@@ -17,6 +17,7 @@ import torch
 
 from paceline.env import read_process
 from paceline.files import RunFolder, read_events, read_info
+from tests.sentences import says
 
 SCRIPT = str(Path(__file__).with_name("islands_script.py"))
 
@@ -75,12 +76,21 @@ def assert_close(got: Any, expected: Any) -> None:
         )
 
 
-@pytest.mark.parametrize("delay", [0, 2])
-def test_workers_that_die_in_rounds_change_nothing(delay: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("flags", "first", "second"),
+    [
+        ([], 8, 16),
+        (["--delay", "2"], 10, 18),
+        (["--every", "8", "--fragments", "2", "--delay", "2"], 9, 13),
+    ],
+    ids=["in rounds", "when a delayed round is applied", "while a fragment is on its way"],
+)
+def test_workers_that_die_in_rounds_change_nothing(
+    flags: list[str], first: int, second: int, tmp_path: Path
+) -> None:
     """The leader of one island and the other worker of the other, each after its inner step."""
-    flags = ["--delay", str(delay)]
     calm = launch(tmp_path / "calm", *flags)
-    deaths = {"0.0": 8 + delay, "1.1": 16 + delay}
+    deaths = {"0.0": first, "1.1": second}
     got = launch(tmp_path / "deaths", *flags, "--die-in-update", json.dumps(deaths))
     assert {each.name for each in (tmp_path / "deaths").glob("* died")} == {"0.0 died", "1.1 died"}
     for (step, weights), (_, expected) in zip(got, calm, strict=True):
@@ -136,6 +146,15 @@ def test_islands_that_cannot_be_formed_are_refused(flags: list[str]) -> None:
     command = [sys.executable, "-m", "paceline", "run", *flags, SCRIPT]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr.count("paceline run: ")) == (2, 1)
+
+
+def test_a_script_without_a_run_is_told_that_its_islands_never_met(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("print('trained')")
+    command = [sys.executable, "-m", "paceline", "run", "--workers", "2", "--island", "1"]
+    command.append(str(tmp_path / "script.py"))
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stdout.count("trained")) == (0, 2)
+    assert says(ended.stderr, "paceline run", "islands=Islands(...)")
 
 
 def test_signals_that_add_a_worker_and_take_one_away_go_to_every_island(tmp_path: Path) -> None:

@@ -132,6 +132,40 @@ def test_a_run_says_from_which_round_on_another_island_is_missing() -> None:
     assert any(level == "warning" and says(text, "Island 1", "step 8") for level, text in said)
 
 
+def test_the_time_of_a_delayed_round_is_only_what_the_island_waits_when_it_is_applied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = threading.local()
+    """Each island is a thread: 100 s pass while it trains on, and 7 while it waits."""
+
+    def read_clock() -> float:
+        return getattr(clock, "s", 0.0)
+
+    class Timed(Request):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            clock.s = read_clock() + 100
+
+        def wait(self, *args: Any) -> Any:
+            clock.s = read_clock() + 7
+            return super().wait(*args)
+
+    waited: list[float] = []
+
+    class Heard(Callback):
+        def step(self, step: Any) -> None:
+            waited.extend(v for name, v in step.metrics.items() if name == "island_round_s")
+
+    monkeypatch.setattr(in_run, "Request", Timed)
+    monkeypatch.setattr(in_run, "perf_counter", read_clock, raising=False)
+
+    def island(world: World, at: str) -> None:
+        train(world, Islands(every=4, delay=2, at=at), stop_after=6, sinks=[Heard()])
+
+    run_islands(2, 1, island)
+    assert waited == [7, 7]
+
+
 @pytest.mark.parametrize(("count", "size"), [(2, 1), (2, 2), (3, 1)])
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
 def test_a_round_in_every_step_with_plain_sgd_is_the_training_of_all_workers(
@@ -408,6 +442,7 @@ def test_an_island_without_islands_in_its_run_is_refused(monkeypatch: pytest.Mon
         ({"ema": 0.9}, {}),
         ({"patience": 1, "best_metric": "loss"}, {}),
         ({}, {"global_batch": 13}),
+        ({}, {"shards": 7}),
         ({}, {"dataset": TensorDataset(X[:49], Y[:49])}),
         ({}, {"dataset": Endless()}),
         ({}, {"dataset": None, "loader": [(X[:12], Y[:12])], "global_batch": None}),
@@ -416,7 +451,15 @@ def test_an_island_without_islands_in_its_run_is_refused(monkeypatch: pytest.Mon
         ({"islands": Islands(at="0/2")}, {}),
     ],
     ids=[
-        *("same_bits", "sharded", "ema", "patience", "unequal", "a last batch of one sample"),
+        *(
+            "same_bits",
+            "sharded",
+            "ema",
+            "patience",
+            "unequal",
+            "more shards than samples",
+            "a last batch of one sample",
+        ),
         *("a dataset without a length", "loader", "a number", "more fragments than parameters"),
         "a place without an address",
     ],
@@ -431,6 +474,15 @@ def test_what_does_not_go_with_islands_is_refused(
     with pytest.raises(UsageError) as refused:
         Run(net, optimizer, options=RunOptions(**chosen), **values)
     assert refused.value.advice
+
+
+def test_a_model_of_which_nothing_is_trained_is_refused() -> None:
+    net = nn.Linear(6, 2).requires_grad_(False)
+    options = RunOptions(islands=Islands(), progress="quiet")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(UsageError) as refused:
+        Run(net, optimizer, TensorDataset(X, Y), global_batch=12, epochs=1, options=options)
+    assert says(refused.value.advice, "frozen")
 
 
 def test_parameters_that_are_not_real_numbers_are_refused() -> None:

@@ -247,8 +247,10 @@ def test_a_forecast_of_nothing_is_refused(wrong: dict[str, Any]) -> None:
         forecast_islands(**{"step_s": 0.1, "parameters": 1e6, "bytes_per_s": 1e6, **wrong})
 
 
-@pytest.mark.parametrize("text", ["2/2@h:1", "0/2", "0/2@", "x", "0/2@host", "-1/2@h:1"])
-def test_a_place_that_is_none_is_refused(text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["2/2@h:1", "0/2", "0/2@", "x", "0/2@host", "-1/2@h:1", "0/2@h:65536", 3, ("0/2@h:1",)]
+)
+def test_a_place_that_is_none_is_refused(text: Any) -> None:
     with pytest.raises(SettingError):
         find_place(text)
 

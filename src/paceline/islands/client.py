@@ -54,8 +54,6 @@ class Request:
         self._problem: Exception | None = None
         self._is_dropped = False
         self._lock, self._done = threading.Lock(), threading.Event()
-        self.began_s = time.perf_counter()
-        self.ended_s = 0.0
         self._thread = threading.Thread(target=self._ask, name="paceline-islands", daemon=True)
         self._thread.start()
 
@@ -101,7 +99,6 @@ class Request:
                         return
                 self._done.wait(_RETRY_S)
         finally:
-            self.ended_s = time.perf_counter()
             self._done.set()
 
     def _try(self) -> tuple[dict[str, Any], Any]:

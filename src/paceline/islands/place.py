@@ -14,7 +14,7 @@ from paceline import env
 from paceline.errors import SettingError
 
 ISLAND_VARIABLE = env.ISLAND_VARIABLE
-_WRITTEN = re.compile(r"(\d{1,4})/(\d{1,4})@(/.+|.+:\d{1,5})")
+_WRITTEN = re.compile(r"(\d{1,4})/(\d{1,4})@(/.+|.+:(\d{1,5}))")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ def find_place(at: str = "") -> IslandPlace | None:
     source, text = ("at", at) if at else (ISLAND_VARIABLE, env.read(ISLAND_VARIABLE))
     if not text:
         return None
-    match = _WRITTEN.fullmatch(text)
-    if match is None or int(match[1]) >= int(match[2]):
+    match = _WRITTEN.fullmatch(text) if isinstance(text, str) else None
+    if match is None or int(match[1]) >= int(match[2]) or int(match[4] or 0) >= 2**16:
         raise SettingError(
             f"{source} is {text!r:.100}, which does not name an island.",
             advice="Write it as NUMBER/COUNT@HOST:PORT with numbers from 0: 0/2@node0:29500.",

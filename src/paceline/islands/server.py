@@ -96,6 +96,11 @@ class RoundServer:
         self._threads: list[threading.Thread] = []
         self._start(self._accept)
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether there are several islands, and none has ever asked to join the others."""
+        return self._count > 1 and not self._facts
+
     def wait_until_left(self, timeout_s: float) -> None:
         """After the last round, wait until every worker has its answer and has left."""
         with self._changed:

@@ -85,6 +85,7 @@ def as_host(options: LaunchOptions, environ: dict[str, str]) -> Iterator[LaunchO
         yield replace(options, **alone)
         if server is not None:
             server.wait_until_left(LINGER_S)
+            _tell_unused(server)
     finally:
         if server is not None:
             server.close()
@@ -107,9 +108,20 @@ def run_islands(options: LaunchOptions, given: Mapping[str, str | None]) -> int:
         archipelago = Archipelago(options, given, path, workers // each, each)
         server = RoundServer(listener, workers // each, archipelago.say)
         try:
-            return archipelago.run()
+            if not (code := archipelago.run()):
+                _tell_unused(server)
+            return code
         finally:
             server.close()
+
+
+def _tell_unused(server: RoundServer) -> None:
+    """A script without a run would train each island by itself, and nothing else would show it."""
+    if server.is_unused:
+        _say(
+            "the islands never met: no Run with islands=Islands(...) was trained. Whatever else "
+            "the script has trained was trained on each island separately."
+        )
 
 
 class Archipelago:

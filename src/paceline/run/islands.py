@@ -16,12 +16,13 @@ from copy import deepcopy
 from dataclasses import dataclass, fields
 from hashlib import sha256
 from statistics import fmean
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from paceline.data import Files, Plan, check_batch
+from paceline.data import Files, Plan
 from paceline.errors import DesyncError, UsageError
 from paceline.files import as_plain, decode, encode, memory_of
 from paceline.group import HostCopy, Membership, runs_ahead, waiting
@@ -115,7 +116,13 @@ def deal(plan: Plan | None, place: IslandPlace) -> Plan:
             "The dataset has no length, and samples are dealt to islands by number.",
             advice="Pass a dataset with __len__ and __getitem__, or leave islands out.",
         )
-    check_batch(plan.global_batch // place.count, plan.shards)
+    if (each := plan.global_batch // place.count) < plan.shards:
+        raise UsageError(
+            f"An island has {count_text(each, 'sample')} of a global batch of {plan.global_batch}, "
+            f"fewer than its {plan.shards} shards.",
+            advice="Use a larger global_batch, fewer shards, or fewer workers per island: without "
+            "shards= there is one shard per worker of an island.",
+        )
     values = {field.name: getattr(plan, field.name) for field in fields(Plan) if field.init}
     mine = IslandPlan(**values, island=place.number, islands=place.count)
     if plan.shortest_batch < place.count:
@@ -172,6 +179,11 @@ class OuterUpdate(WholeUpdate):
                 "The model has parameters that are not real floating-point numbers, which islands "
                 "cannot average.",
                 advice="Train it without islands.",
+            )
+        if not trained:
+            raise UsageError(
+                "All parameters of the model are frozen, so islands have nothing to average.",
+                advice="Have some trained before the run begins.",
             )
         if len(trained) < options.fragments:
             raise UsageError(
@@ -297,8 +309,10 @@ class OuterUpdate(WholeUpdate):
         self._presence.renew()
         answer: Any = None
         if members.leads:
+            # What is left to wait for: a delayed round has been on its way for some steps.
+            begin_s = perf_counter()
             request, self._request = self._request or self._send(step, last), None
-            answer = *self._wait(request), request.ended_s - request.began_s
+            answer = *self._wait(request), perf_counter() - begin_s
         answer = broadcast_state(members, answer, 0, "Exchanging with other islands")
         head, sent, seconds = answer
         if head.get("is_late"):

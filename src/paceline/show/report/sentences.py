@@ -176,12 +176,12 @@ def rounds_sentence(data: RunData) -> str:
         return ""
     (sent_bytes, rounds), (waited_s, _) = sent.totals(), waited.totals()
     spent_s, count = data.last_t - data.first_t, max(1, round(rounds))
-    share = f", {share_text(waited_s / spent_s)} of the time" if spent_s > 0 else ""
+    share = f", {share_text(waited_s / spent_s)} of its time" if spent_s > 0 else ""
     each = f", {bytes_text(sent_bytes / count)} in each" if count > 1 else ""
     return (
-        f"This island sent {bytes_text(sent_bytes)} in {count_text(count, 'round')}{each}. A round "
-        f"took {seconds_text(waited_s / count)}{share}. Before the last one the islands were "
-        f"{metric_text('drift', points[-1].mean)} from their average, "
+        f"This island sent {bytes_text(sent_bytes)} in {count_text(count, 'round')}{each}. It "
+        f"waited {seconds_text(waited_s / count)} for a round{share}. Before the last one the "
+        f"islands were {metric_text('drift', points[-1].mean)} from their average, "
         f"{metric_text('drift', max(point.high for point in points))} at most."
     )
 

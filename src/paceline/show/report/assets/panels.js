@@ -64,7 +64,7 @@ const TITLES = {
     grad_norm: "gradient norm",
     island_drift: "how far islands are from their average",
     island_bytes: "bytes sent in a round",
-    island_round_s: "seconds that a round took",
+    island_round_s: "seconds that it waited for a round",
   },
   parentOf = (name) => name.replace(/^ema_/, ""),
   titleOf = (name) =>
