@@ -587,6 +587,57 @@ def test_a_program_that_is_not_python_is_told_what_a_script_is_told(tmp_path: Pa
         assert re.fullmatch(rf"\[worker {rank}\] {rank} {rank} 2 127\.0\.0\.1 \S+ --lr", line)
 
 
+RUN = """
+import os, sys, torch, paceline
+if not os.environ.get("AGAIN") and "again" in sys.argv:
+    os.environ["AGAIN"] = "1"
+    os.execv(sys.executable, [sys.executable, *sys.argv])
+net = torch.nn.Linear(3, 1)
+rows = torch.utils.data.TensorDataset(torch.ones(24, 3))
+run = paceline.Run(net, torch.optim.SGD(net.parameters(), lr=0.1), rows, global_batch=12, epochs=1)
+for step in run:
+    with step:
+        for (x,) in step.batches():
+            step.backward(run.model(x).square().mean())
+print("trained", run.step, "steps")
+"""
+
+
+def test_a_program_that_runs_python_trains_and_so_does_a_script_that_starts_itself_again(
+    tmp_path: Path,
+) -> None:
+    script = write(tmp_path, RUN)
+    for words in (["--no-python", "nice", sys.executable, script], [script, "again"]):
+        done = paceline_run(tmp_path, "--workers", 2, "--quiet", *words)
+        assert done.returncode == 0, done.stderr
+        assert lines_of(done.stdout) == [f"[worker {rank}] trained 2 steps" for rank in range(2)]
+
+
+def test_what_a_script_starts_and_forgets_is_not_left_to_the_launcher(tmp_path: Path) -> None:
+    script = """
+        import os, pathlib, time
+        deadline_s = time.monotonic() + 60  # the workers are forks, as this mentions torch
+        def wait_for(name, count):
+            with open(name, "a") as file:
+                print(file=file, flush=True)
+                while os.fstat(file.fileno()).st_size < count:
+                    assert time.monotonic() < deadline_s
+                    time.sleep(0.01)
+        wait_for("started", 2)
+        for _ in range(5):
+            os.system("echo >> ended &")
+        wait_for("ended", 12)
+        launcher = pathlib.Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
+        forgotten = ["sh"]
+        while forgotten and time.monotonic() < deadline_s:
+            stats = [pathlib.Path(f"/proc/{pid}/stat") for pid in launcher.read_text().split()]
+            forgotten = [each for each in stats if " (sh) Z " in each.read_text()]
+        print("left to the launcher:", len(forgotten))
+    """
+    done = paceline_run(tmp_path, "--workers", 2, write(tmp_path, script))
+    assert lines_of(done.stdout) == [f"[worker {rank}] left to the launcher: 0" for rank in (0, 1)]
+
+
 @pytest.mark.parametrize("survival", [[], ["--no-survive"]])
 def test_two_machines_make_one_world_and_a_failure_on_one_restarts_both(
     tmp_path: Path, survival: list[str]

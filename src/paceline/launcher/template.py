@@ -3,9 +3,9 @@
     launcher --ask(program, environment, descriptors)--> template --fork, fork--> worker
         └---------- answer: its number; go -------- its child again <---------------┘
 
-The process in between ends at once, and a process that loses its parent goes to the launcher, which
-asked the kernel for that. So the launcher hears of a worker's end as of any child's, the worker
-dies with the launcher, and neither notices if the template dies.
+The process in between ends at once, and a process that loses its parent meanwhile goes to the launcher,
+which asked the kernel for that. So the launcher hears of a worker's end as of any child's, the
+worker dies with the launcher, and neither notices if the template dies.
 
 The launcher never waits for an answer: a template may be stopped, killed or out of processes. A
 worker begins when the launcher knows of it, so that one which was given up ends by itself.
@@ -70,7 +70,6 @@ class Template:
 
     def __init__(self, python: Sequence[str], environment: Mapping[str, str]) -> None:
         """Start it, as `python` says how Python is started; it imports while others work."""
-        _adopt_orphans(True)
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel.setblocking(False)
         self.is_ready = False
@@ -119,6 +118,9 @@ class Template:
             "leads_group": leads_group,
         }
         waits, self._go = os.pipe()
+        # Not for longer: of all that a script starts and forgets, the launcher would have to bury
+        # the dead, which are init's.
+        _adopt_orphans(True)
         try:
             data = json.dumps(request).encode()
             socket.send_fds(self._channel, [data], [*descriptors.values(), waits])
@@ -160,6 +162,7 @@ class Template:
         if self._go >= 0:
             os.close(self._go)
             self._go = -1
+            _adopt_orphans(False)
 
     def close(self) -> None:
         if self.is_gone:
@@ -169,7 +172,6 @@ class Template:
         self._channel.close()
         self._process.kill()
         self._process.wait()
-        _adopt_orphans(False)
 
 
 def has_orphans(group: int) -> bool:
