@@ -144,8 +144,17 @@ def read_survival(environ: Mapping[str, str] = os.environ) -> dict[str, Any] | N
         given = json.loads(environ.get(SURVIVAL_VARIABLE, "null"))
     except ValueError:
         return None
+    # A child of the worker's must not speak for it, nor a program that it has become by `exec`.
     is_for_us = isinstance(given, dict) and given.get("pid") == os.getpid()
-    return given if is_for_us else None  # a child of the worker's must not speak for it
+    return given if is_for_us and _is_inode(given["line"], given["inode"]) else None
+
+
+def _is_inode(descriptor: int, inode: int) -> bool:
+    """Whether a descriptor is still open, and for the same thing."""
+    try:
+        return os.fstat(descriptor).st_ino == inode
+    except OSError:
+        return False
 
 
 def take_survival() -> dict[str, Any] | None:

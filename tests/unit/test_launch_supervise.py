@@ -215,6 +215,30 @@ def test_a_death_does_not_overtake_what_the_others_said_before_it() -> None:
         generations.drop_worker_channel(worker)
 
 
+def test_a_worker_that_closes_its_channel_keeps_nobody_awake(tmp_path: Path) -> None:
+    """As one does that becomes another program."""
+    sleepers = Sleepers(tmp_path, 2)
+    generations = Generations(say=lambda text: None, roster=Roster(size=2))
+    supervisor = sleepers.supervisor(None, generations)
+
+    def start(spec: WorkerSpec, pipes: Pipes) -> WorkerProcess:
+        for descriptor in generations.open_worker_channel(spec.rank).theirs:
+            os.close(descriptor)
+        return sleepers.start(spec, pipes)
+
+    supervisor.start = start
+    supervisor._start_all()
+    supervisor._turn()
+    heard = {key.fd for key in supervisor.selector.get_map().values()}
+    channels = [each.socket.fileno() for each in generations.worker_channels.values()]
+    assert len(channels) == 2
+    assert heard.isdisjoint(channels)
+    supervisor.end_all()
+    while supervisor.alive:
+        supervisor._turn()
+    supervisor._close()
+
+
 class Silent:
     """Stands for the channel to another machine."""
 

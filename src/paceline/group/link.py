@@ -71,16 +71,18 @@ def send(line: socket.socket, message: dict[str, Any]) -> None:
 
 
 def receive(line: socket.socket) -> dict[str, Any] | None:
-    """The next message; None when there is none to come, or on a line that does not wait, yet."""
+    """The next message; {} at the end, None on a line that does not wait if there is none yet."""
     try:
         data, files, _, _ = socket.recv_fds(line, MESSAGE_BYTES, 1)
-    except OSError:
+    except BlockingIOError:
         return None
+    except OSError:
+        return {}
     for number in files:
         with open(number, "rb") as file:
             file.seek(0)  # a descriptor that is sent shares its position
             data = file.read()
-    return json.loads(data) if data else None
+    return json.loads(data) if data else {}
 
 
 class Ledger:
@@ -180,5 +182,5 @@ class Link:
 
     def announcements(self) -> Iterator[Generation]:
         """Every generation that is announced, as it is; ends with the launcher."""
-        while (message := receive(self._line)) is not None:
+        while message := receive(self._line):
             yield Generation(**message)

@@ -166,8 +166,12 @@ class LocalRun:
 
     @property
     def survives(self) -> bool:
-        """Whether a training is to go on when workers die."""
-        return not self.options.no_survive and sys.platform == "linux"
+        """Whether a training is to go on when workers die.
+
+        A program keeps no descriptor of ours, so nobody could tell a `Run` in it of a death.
+        """
+        is_ours = self.options.kind != "program"
+        return is_ours and not self.options.no_survive and sys.platform == "linux"
 
     def run_attempts(
         self, run_attempt: Callable[[int], RunResult], size: int, is_over: Callable[[], bool]

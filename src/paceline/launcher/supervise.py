@@ -208,8 +208,9 @@ class Supervisor:
         # A Ctrl-C at the terminal reaches a worker that shares it too: that is not a failure.
         self.on_signal()
         for key, _ in events:
-            if self.selector.get_map().get(key.fd) is key:  # not closed by an event before it
-                key.data()
+            # Not closed by an event before it, and not by the other end.
+            if self.selector.get_map().get(key.fd) is key and key.data() is False:
+                self.selector.unregister(key.fd)
         now_s = time.monotonic()
         for name, (when, act) in list(self.timers.items()):
             if now_s >= when and self.timers.pop(name, None) is not None:
@@ -281,14 +282,12 @@ class Supervisor:
         groups = [worker.pid for worker in self.workers if worker.leads_group]
         self.guard = OrphanGuard.of(groups, self.guard)
 
-    def on_status(self, worker: WorkerProcess) -> None:
-        """A worker says that it is alive, or that it has failed."""
+    def on_status(self, worker: WorkerProcess) -> bool:
+        """A worker says that it is alive, or that it has failed; False at the end."""
         words = os.read(worker.pipes.status_fd, 64)
         beats = [word for word in (ALIVE, WAITS, HANGS) if word in words]
         worker.looks_silent, worker.beats = 0, bool(beats) and not worker.failed_ns
         worker.word = max(beats, key=words.rfind, default=worker.word)
-        if not words:
-            self.selector.unregister(worker.pipes.status_fd)
         if ALONE in words:
             self.alone.add(worker.rank)
             if len(self.alone) == len(self.specs) and self.announce is not None:
@@ -307,13 +306,13 @@ class Supervisor:
                 worker.send(signal.SIGKILL)
             elif self.generations.end is None:
                 self.on_failure(is_secondary=False)
+        return bool(words)
 
     def _exit_of(self, worker: WorkerProcess, code: int) -> WorkerExit:
         """How a worker has ended, or will."""
         rank, generations = worker.rank, self.generations
-        error: dict[str, Any] = read_error(worker.error_file) or (
-            UNSAID if worker.is_unsaid else {}
-        )
+        unsaid = UNSAID if worker.is_unsaid else {}
+        error: dict[str, Any] = read_error(worker.error_file) or unsaid
         is_late = generations.has_finished(rank)
         if code == 0 and generations.is_on and generations.is_member(rank) and not is_late:
             worker.accused, code = "finished before its run was, with exit code 0", 1
@@ -364,7 +363,8 @@ class Supervisor:
         """Hear the last words of a worker that has ended; what it leaves behind."""
         if worker.rank not in self.generations.worker_channels:
             return None
-        self.selector.unregister(self.generations.worker_channels[worker.rank].socket.fileno())
+        with contextlib.suppress(KeyError):  # the worker may have closed its end before
+            self.selector.unregister(self.generations.worker_channels[worker.rank].socket)
         return self.generations.close_worker_channel(worker.rank)
 
     def _is_survived(self, end: WorkerExit, ledger: dict[str, Any] | None) -> bool:
@@ -493,7 +493,7 @@ class Supervisor:
         if self.guard is not None:
             self.guard.close()
 
-    def _listen(self, fd: int, act: Callable[[], None]) -> None:
+    def _listen(self, fd: int, act: Callable[[], bool | None]) -> None:
         self.selector.register(fd, selectors.EVENT_READ, act)
 
     def _after(self, seconds: float, name: str, act: Callable[[], None]) -> None:

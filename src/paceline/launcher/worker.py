@@ -104,7 +104,8 @@ def main(arguments: list[str]) -> int:
         os.set_inheritable(fd, False)
     if instructions.survival:
         # Processes that it starts inherit the variable, but not the descriptors.
-        survival = {"pid": os.getpid(), **instructions.survival}
+        inode = os.fstat(instructions.survival["line"]).st_ino
+        survival = {"pid": os.getpid(), "inode": inode, **instructions.survival}
         os.environ["PACELINE_SURVIVAL"] = json.dumps(survival)
     if instructions.kind == "program":
         os.execvp(arguments[0], arguments)

@@ -139,10 +139,11 @@ class Workers:
         """Whether scripts leave to this worker what is done once for all, after the loop."""
         return worker == 0
 
-    def on_message(self, worker: int) -> None:
-        """A worker says something."""
-        while (message := receive(self.worker_channels[worker].socket)) is not None:
+    def on_message(self, worker: int) -> bool:
+        """A worker says something; False if it has closed its end, as `exec` does."""
+        while message := receive(self.worker_channels[worker].socket):
             self._hear(worker, message)
+        return message is None
 
     def hear_all(self) -> None:
         """Catch up with what workers have said: a signal or a death may overtake it."""
