@@ -198,6 +198,27 @@ def after():
     assert sorted(ends_of(tmp_path)) == [0, 1]
 
 
+def test_a_replacement_does_not_run_what_the_script_says_since_somebody_has_edited_it(
+    tmp_path: Path,
+) -> None:
+    faults = """
+import model
+def between(step):
+    if step == 3 and rank == 1 and once("killed"):
+        (here / "model.py").write_text("lr = 2.0")
+        end()
+    if step == 4 and rank == 0:
+        wait_for_words("DesyncError")
+        (here / "model.py").write_text("lr = 1.0")
+        wait_for_words("all 2 workers train again")
+"""
+    (tmp_path / "model.py").write_text("lr = 1.0")
+    done = train(tmp_path, faults, workers=2)
+    assert done.returncode == 0, done.stderr
+    assert says(done.stderr, "model.py has changed since the run began")
+    assert {steps for steps, _ in ends_of(tmp_path).values()} == {40}
+
+
 def test_sigterm_to_every_worker_stops_the_run(tmp_path: Path) -> None:
     faults = """
 def between(step):

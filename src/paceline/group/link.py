@@ -149,6 +149,8 @@ class Link:
         self.ledger = ledger
         self.facts = facts or {}
         """Of the run that a replacement joins."""
+        self.code: dict[str, int] = self.facts.pop("code", {})
+        """What its script was when it began."""
         self.facts.pop("grows", None)  # said to the launcher alone
         self.backend = str(self.facts.pop("backend", ""))
         """Of its group."""

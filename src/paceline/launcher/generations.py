@@ -96,7 +96,8 @@ class Generations(Workers):
         match message:
             case {"said": "joined", "generation": int(number)}:
                 self.is_on = True
-                self.facts = message.get("facts", self.facts)
+                if worker in self.worker_channels:  # another machine may have another script
+                    self.facts = message.get("facts", self.facts)
                 for name in message.get("taken", ()):
                     self._left.pop(name, None)
                 was_new = self.roster.is_new(worker)

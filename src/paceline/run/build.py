@@ -44,6 +44,7 @@ from paceline.group import (
 from paceline.policy import NoiseMeter
 from paceline.run import islands
 from paceline.run.buffers import Buffers, check_sync_norm
+from paceline.run.code import refuse_other_code
 from paceline.run.config import RunConfig
 from paceline.run.fit import make_fit
 from paceline.run.loader import (
@@ -171,6 +172,7 @@ def build_run(config: RunConfig) -> RunParts:
         # The link's facts have come as JSON, in which a tuple is a list.
         ours = json.loads(json.dumps(agreed))
         _refuse_difference(link.facts, ours, "in the run", "in a worker that would join it")
+        refuse_other_code(link.code)
     if saving.is_on:
         state.check_savable()
     if options.noise_every and count_passes(config, shards, workers) > 1:

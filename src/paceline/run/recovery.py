@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from paceline.errors import AuditError, CheckpointError, PacelineError, PeerError
 from paceline.group import Membership, exchange
+from paceline.run.code import read_code
 from paceline.run.healing import Healing
 from paceline.run.member import Member, follow_groups
 from paceline.run.metrics import ExactSums, add_sums
@@ -168,7 +169,7 @@ class Survival(Recovery):
         return is_accident or self._survives_errors
 
     def begin(self) -> None:
-        facts = {**self._parts.agreed, "grows": self._parts.may_cut}
+        facts = {**self._parts.agreed, "grows": self._parts.may_cut, "code": read_code()}
         self.member.begin(facts, self._parts.progress.position.step)
 
     def end(self, *, is_left: bool = False, is_saved: bool = False) -> None:
