@@ -7,6 +7,7 @@ no import, so `paceline --help` answers at once.
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from paceline.errors import PacelineError, UsageError, did_you_mean
 USAGE_ERROR = 2
 INTERRUPTED = 130
 BROKEN_PIPE = 141
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+"""What the machine has no room for, which no traceback explains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,12 @@ def main(argv: list[str] | None = None) -> int:
         # The reader of our output has closed it; Python must not report that again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        where = f": {error.filename}" if error.filename else ""
+        _print_error(arguments, PacelineError(f"{error.strerror}{where}."))
+        return 1
 
 
 class Parser(argparse.ArgumentParser):
