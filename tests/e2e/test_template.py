@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -50,6 +51,20 @@ def test_a_template_that_is_closed_is_gone_and_says_so(tmp_path: Path) -> None:
     assert template._process.returncode == -signal.SIGKILL
     with pytest.raises(TemplateError):
         template.ask(["script.py"], {}, {0: 0}, leads_group=True)
+
+
+def test_a_fork_can_be_signalled_with_its_group_from_the_first_moment() -> None:
+    template = Template([sys.executable], os.environ)
+    try:
+        template.ask(["script.py"], os.environ, {2: 2}, leads_group=True)
+        while (forked := template.answer()) is None:
+            select.select([template], [], [])
+        os.killpg(forked.pid, signal.SIGKILL)
+        while forked.poll() is None:
+            time.sleep(0.001)
+        assert forked.returncode == -signal.SIGKILL
+    finally:
+        template.close()
 
 
 ORPHAN = """

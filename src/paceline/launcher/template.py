@@ -78,6 +78,7 @@ class Template:
         self._asked = 0
         self._forked = Forked()
         """What it was last asked for."""
+        self._leads_group = False
         self._go = -1
         """Where the worker that it was asked for waits for a word."""
         with theirs:
@@ -115,7 +116,6 @@ class Template:
             "arguments": list(arguments),
             "environment": dict(environment),
             "numbers": list(descriptors),
-            "leads_group": leads_group,
         }
         waits, self._go = os.pipe()
         # Not for longer: of all that a script starts and forgets, the launcher would have to bury
@@ -129,7 +129,7 @@ class Template:
             raise TemplateError(str(error)) from error
         finally:
             os.close(waits)
-        self._forked = Forked()
+        self._forked, self._leads_group = Forked(), leads_group
         return self._forked
 
     def answer(self) -> Forked | None:
@@ -153,6 +153,9 @@ class Template:
             self.give_up()
             raise OSError(-pid, os.strerror(-pid))
         self._forked.pid = pid
+        if self._leads_group:  # before it runs: a signal to its group would go nowhere
+            with contextlib.suppress(OSError):  # it has ended already
+                os.setpgid(pid, pid)
         os.write(self._go, b"!")
         self.give_up()
         return self._forked
@@ -266,8 +269,6 @@ def become_worker(request: dict[str, Any], fds: list[int], launcher: int, betwee
             if parent != between:
                 os._exit(0)
             time.sleep(0.0002)
-        if request["leads_group"]:
-            os.setpgid(0, 0)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.default_int_handler if number == 2 else signal.SIG_DFL)
         os.environ.clear()
