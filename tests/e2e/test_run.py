@@ -243,6 +243,27 @@ def test_hooks_of_the_users_run_and_print_no_second_traceback(tmp_path: Path) ->
     assert done.stderr.count("Traceback") == 1
 
 
+def test_a_machine_that_has_no_room_is_no_traceback(tmp_path: Path) -> None:
+    limited = ["sh", "-c", 'ulimit -n 8; exec "$@"', "sh", *command(write(tmp_path, WAITS))]
+    done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=90)
+    assert done.returncode == 1
+    assert done.stderr == "paceline run: Too many open files.\n"
+
+
+def test_workers_have_exit_codes_also_where_the_parent_ignores_ends_of_children(
+    tmp_path: Path,
+) -> None:
+    script = write(tmp_path, "import os, sys  # torch\nsys.exit(3 * int(os.environ['RANK']))\n")
+    ignoring = "import os, signal, sys; signal.signal(signal.SIGCHLD, signal.SIG_IGN); "
+    ignoring += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    for workers, code in ((1, 0), (2, 3)):
+        given = command("--workers", workers, script)[1:]
+        done = subprocess.run(
+            [sys.executable, "-c", ignoring, *given], cwd=tmp_path, capture_output=True, timeout=90
+        )
+        assert done.returncode == code, done.stderr
+
+
 @pytest.mark.parametrize(
     ("ending", "code", "words"),
     [

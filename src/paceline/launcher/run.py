@@ -84,6 +84,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the script; the exit code."""
+    # Where the parent ignores it, the kernel forgets how children end: all would have succeeded.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     if parent := env.take_parent():
         die_with(parent, signal.SIGTERM)
     given = {flag.dest: getattr(args, flag.dest) for flag in FLAGS}
