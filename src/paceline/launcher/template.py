@@ -3,9 +3,9 @@
     launcher --ask(program, environment, descriptors)--> template --fork, fork--> worker
         └---------- answer: its number; go -------- its child again <---------------┘
 
-The process in between ends at once, and a process that loses its parent meanwhile goes to the launcher,
-which asked the kernel for that. So the launcher hears of a worker's end as of any child's, the
-worker dies with the launcher, and neither notices if the template dies.
+The process in between ends at once, and a process that loses its parent meanwhile goes to the
+launcher, which asked the kernel for that. So the launcher hears of a worker's end as of any
+child's, the worker dies with the launcher, and neither notices if the template dies.
 
 The launcher never waits for an answer: a template may be stopped, killed or out of processes. A
 worker begins when the launcher knows of it, so that one which was given up ends by itself.
