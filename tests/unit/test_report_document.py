@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from paceline.show import report
 from paceline.show.report import document
 from paceline.show.report.collect import collect
 from paceline.show.report.document import build
-from paceline.show.report.run_data import RankTotals
+from paceline.show.report.run_data import RankTotals, RunData
+from paceline.show.report.sentences import time_by_phase, waiting_verdict
 from paceline.show.report.window import read_window
 from paceline.telemetry.phases import Phase
 
@@ -339,3 +341,14 @@ def test_the_reason_of_a_failure_comes_first_and_its_traceback_is_shown(tmp_path
     folder.errors.unlink()
     folder.errors.symlink_to(tmp_path)
     assert built(folder)["traceback"] == []
+
+
+def test_a_share_of_the_time_is_the_same_number_in_every_sentence(tmp_path: Path) -> None:
+    spent = {"forward": 8.9, "data": 3.9, "other": 37.9, "wait": 18.7, "transfer": 30.6}
+    data = RunData(RunFolder(tmp_path), "rounded")
+    for rank in (0, 1):
+        phases = {Phase(name): seconds for name, seconds in spent.items()}
+        data.ranks[rank] = RankTotals(rank, size=2, steps=1, phases=phases)
+    everything = re.findall(r"\d+(?= %)", time_by_phase(data))
+    assert sum(map(int, everything)) == 100
+    assert re.findall(r"\d+(?= %)", waiting_verdict(data)) == [everything[-1]]

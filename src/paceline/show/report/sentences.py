@@ -225,8 +225,8 @@ def waiting_verdict(data: RunData) -> str:
         why = f"one of them died, or {why}" if has_deaths else why
         said += f" They wait all the same, because {why}"
     if share.get(Phase.TRANSFER, 0) > MUCH_WAITING:
-        moved = share_text(share[Phase.TRANSFER])
-        said += f" All wait for the exchange of gradients, {moved} of the time."
+        moved = percents_of_time(data)[Phase.TRANSFER.meaning]
+        said += f" All wait for the exchange of gradients, {moved} % of the time."
     return said
 
 
@@ -294,17 +294,20 @@ def shares(ranks: Iterable[RankTotals]) -> dict[Phase, float]:
     return {phase: spent / everything for phase, spent in total.items()} if everything else {}
 
 
-def time_by_phase(data: RunData) -> str:
-    """One sentence: computing, fetching, waiting, exchanging, and the rest."""
+def percents_of_time(data: RunData) -> dict[str, int]:
+    """What the workers' time went to, in percents that add up to 100; empty if unknown."""
     spent = {"computing": 0.0}
     for phase, share in shares(data.ranks.values()).items():
         is_computing = phase in (Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER)
         name = "computing" if is_computing else phase.meaning
         spent[name] = spent.get(name, 0.0) + share
-    if not any(spent.values()):
-        return ""
-    parts = [f"{share} % to {name}" for name, share in percentages(spent).items() if share]
-    return f"The workers' time went {list_text(parts)}."
+    return percentages(spent) if any(spent.values()) else {}
+
+
+def time_by_phase(data: RunData) -> str:
+    """One sentence: computing, fetching, waiting, exchanging, and the rest."""
+    parts = [f"{share} % to {name}" for name, share in percents_of_time(data).items() if share]
+    return f"The workers' time went {list_text(parts)}." if parts else ""
 
 
 def tiles(data: RunData) -> list[tuple[str, str, str]]:
