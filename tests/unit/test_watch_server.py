@@ -368,10 +368,14 @@ def test_without_a_name_the_newest_run_is_watched_and_a_folder_of_runs_shows_all
     assert command.find_paths(["empty"]) == [Path("empty")]
 
 
+@pytest.mark.parametrize("missing", ["uvicorn", "starlette.applications"])
 def test_without_the_extra_one_sentence_says_what_to_install(
-    run_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    missing: str,
+    run_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.setitem(sys.modules, missing, None)
     assert cli.main(["watch", str(run_path)]) == 2
     said = capsys.readouterr().err
     assert "needs starlette and uvicorn, which are not installed" in said

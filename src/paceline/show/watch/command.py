@@ -67,6 +67,7 @@ def main(args: argparse.Namespace) -> int:
 
         return show(Watched(find_paths(args.run, must_be_there=True)).first)
     try:
+        import starlette.applications  # noqa: F401, by the server, once it makes its application
         import uvicorn
 
         from paceline.show.watch import server

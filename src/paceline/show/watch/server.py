@@ -29,7 +29,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from html import escape
 from pathlib import Path
@@ -42,14 +42,11 @@ from paceline.show.report.page import SCRIPTS, STYLES, asset
 from paceline.show.watch.follow import Followed, Watched
 
 if TYPE_CHECKING:
-    from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    Scope = MutableMapping[str, Any]
-    Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-    Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
     Handler = Callable[[Request], Awaitable[Response]]
 
 TOKEN_BYTES = 32
@@ -110,9 +107,7 @@ def keep_token(path: Path) -> str:
 class Guard:
     """Refuses requests that do not come from our page, before they are parsed; adds headers."""
 
-    def __init__(
-        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], token: str, port: int
-    ) -> None:
+    def __init__(self, app: ASGIApp, token: str, port: int) -> None:
         self._app, self._token = app, token.encode()
         self.known: set[Any] = set()
         """The addresses of connections that have shown the token."""
@@ -120,7 +115,7 @@ class Guard:
         self._origins = {b"http://" + host for host in self._hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_safely(message: MutableMapping[str, Any]) -> None:
+        async def send_safely(message: Message) -> None:
             if message["type"] == "http.response.start":
                 added = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
                 message["headers"] = [*message.get("headers", ()), *added]
@@ -314,5 +309,4 @@ def make_app(watched: Watched, token: str, port: int) -> Guard:
         Route("/log", search_log),
         Route("/record", of_run(ask_to_record), methods=["POST"]),
     ]
-    app: Starlette = Starlette(routes=routes)
-    return Guard(app, token, port)
+    return Guard(Starlette(routes=routes), token, port)
