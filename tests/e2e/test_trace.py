@@ -247,6 +247,7 @@ def test_values_of_a_users_model_are_kept_when_asked(
         (["--model", "no/such.py:make"], "'no/such.py' cannot be imported"),
         (["--model", "no.such:make"], "cannot be imported"),
         (["--folder", "a b"], "cannot be named"),
+        (["--folder", "/dev/null/x"], "/dev/null/x"),
         (["no-such-run"], "cannot be read"),
     ],
 )

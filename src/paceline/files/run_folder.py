@@ -88,6 +88,15 @@ class RunFolder:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         make_private(self.path)
 
+    def create_for_output(self) -> None:
+        """Make the folder that a flag names; a UsageError says why that fails."""
+        try:
+            self.create()
+        except OSError as error:
+            raise UsageError(
+                f"{self.path} cannot be written: {error.strerror}.", advice="Name another folder."
+            ) from error
+
     def events_of(self, rank: int) -> Path:
         return self.events / f"rank{rank}.jsonl"
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from paceline import env
 from paceline.errors import SettingError, UsageError, check_whole
-from paceline.files import RunFolder, replace_file
+from paceline.files import RunFolder, write_output
 from paceline.launcher import count_cores
 from paceline.show.scaling.attribution import (
     MEANINGS,
@@ -134,13 +134,8 @@ def _check_text(fitted: Sequence[int], checks: Sequence[PredictionCheck]) -> str
 def write(study: Study, folder: Path) -> Path:
     """Write `scaling.json` into a run folder, atomically."""
     place = RunFolder(folder)
-    try:
-        place.create()
-        replace_file(place.scaling, [as_text(study)])
-    except OSError as error:
-        raise UsageError(
-            f"{place.scaling} cannot be written: {error.strerror}.", advice="Name another folder."
-        ) from error
+    place.create_for_output()
+    write_output(place.scaling, [as_text(study)])
     return place.scaling
 
 

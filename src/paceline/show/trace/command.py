@@ -135,7 +135,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.values is None:
         args.values = args.model is None
     if args.folder is not None:
-        RunFolder(args.folder).create()
+        RunFolder(args.folder).create_for_output()
 
 
 def _record(args: argparse.Namespace) -> Trace:
