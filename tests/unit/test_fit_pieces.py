@@ -9,6 +9,7 @@ import torch
 
 from paceline.errors import UsageError
 from paceline.run.fit import Fields, take_rows
+from paceline.cli import main
 from paceline.show.fit import combine, lines_of
 
 X = torch.arange(12.0).view(4, 3)
@@ -85,3 +86,11 @@ def test_the_table_has_the_worker_with_most_memory_and_chooses_the_fastest() -> 
     unknown = combine([worker(None, 200.0)])
     assert unknown["choice"] == 4
     assert "unknown" in list(lines_of(unknown))[2]
+
+
+@pytest.mark.parametrize("workers", ["0", "-1"])
+def test_a_number_of_workers_that_cannot_measure_is_refused(
+    workers: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fit", "--workers", workers, "train.py"]) == 2
+    assert f"--workers is {workers}" in capsys.readouterr().err
