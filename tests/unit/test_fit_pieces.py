@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from paceline.cli import main
 from paceline.errors import UsageError
 from paceline.run.fit import Fields, take_rows
-from paceline.cli import main
 from paceline.show.fit import combine, lines_of
 
 X = torch.arange(12.0).view(4, 3)

@@ -11,6 +11,9 @@ from typing import Any
 
 from paceline.errors import UsageError
 from paceline.files import RunFolder, read_events, read_info
+from paceline.show.report.bounds import whole
+from paceline.show.report.collect import check_folder
+from paceline.telemetry import count_text
 
 SHOWN = ("seed", "global_batch", "shards", "workers", "dataset_size", "device", "parameters")
 """Facts that may explain a difference, besides versions and settings."""
@@ -37,9 +40,12 @@ def main(args: argparse.Namespace) -> int:
 
 def read_hashes(path: Path) -> dict[int, dict[str, str]]:
     """By step, the hashes of a run's state; the last ones of a repeated step."""
-    events = read_events(RunFolder(path)) if path.is_dir() else []
+    check_folder(path)
     found: dict[int, dict[str, str]] = {
-        event["step"]: event["hashes"] for event in events if event["kind"] == "hashes"
+        event["step"]: event["hashes"]
+        for event in read_events(RunFolder(path))
+        if event["kind"] == "hashes"
+        if whole(event.get("step")) is not None and isinstance(event.get("hashes"), dict)
     }
     if not found:
         raise UsageError(
@@ -64,7 +70,8 @@ def compare(
     differs: list[str] = []
     if first is not None:
         names = dict.fromkeys([*one[first], *other[first]])
-        differs = [n for n in names if n != "all" and one[first].get(n) != other[first].get(n)]
+        differs = [n for n in names if one[first].get(n) != other[first].get(n)]
+        differs = [n for n in differs if n != "all"] or differs
     last = max(step for step in steps if first is None or step < first) if first != steps[0] else 0
     hashes = one[steps[-1]].get("all", "")
     return {"compared": len(steps), "equal_until": last, "step": first, "tensors": differs} | {
@@ -92,13 +99,16 @@ def compare_settings(one: Mapping[str, str], other: Mapping[str, str]) -> dict[s
 def lines_of(found: Mapping[str, Any]) -> list[str]:
     """The comparison as text."""
     if found["step"] is None:
-        steps = f"{found['compared']} steps compared, the last one {found['equal_until']}"
-        lines = [f"The same bits: {steps}, SHA-256 {found['hash'][:16]}."]
+        steps = count_text(found["compared"], "step")
+        last, sha = found["equal_until"], found["hash"][:16]
+        lines = [f"The same bits: {steps} compared, the last one {last}, SHA-256 {sha}."]
     else:
+        count = len(found["tensors"])
+        differ = f"{count_text(count, 'value')} {'differs' if count == 1 else 'differ'}"
         before = f"; they are equal after step {found['equal_until']}"
         lines = [
             f"Different bits after step {found['step']}{before if found['equal_until'] else ''}.",
-            f"{len(found['tensors'])} values differ, the first of them {found['tensors'][0]!r}.",
+            f"{differ}, the first of them {found['tensors'][0]!r}.",
         ]
     for name, (one, other) in found["settings"].items():
         lines.append(f"  {name}: {one} in the first, {other} in the second")

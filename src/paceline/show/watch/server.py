@@ -187,7 +187,7 @@ def listen(port: int) -> Listener:
         listening.listen(QUEUE_LENGTH)  # raises where another one listens, in spite of SO_REUSEADDR
     except (OSError, OverflowError) as error:
         listening.close()
-        why = error.strerror if isinstance(error, OSError) else str(error)
+        why = error.strerror if isinstance(error, OSError) else str(error).rstrip(".")
         raise UsageError(
             f"Port {port} of 127.0.0.1 cannot be used: {why}.",
             advice="Omit --port to use a free one.",
