@@ -183,12 +183,10 @@ def find_slow(windows: Sequence[Sequence[OwnWork]]) -> Blame | None:
 
 
 def compare(windows: Sequence[Sequence[OwnWork]], rank: int) -> Blame | None:
-    """Compare one rank's work in some windows with the others'; None where it is not slower."""
+    """Compare one rank's work with the others' in windows that it leads; None if not slower."""
     together = [_pool([window[r] for window in windows]) for r in range(len(windows[-1]))]
     mine = together[rank]
     others = [work for r, work in enumerate(together) if r != rank and work.steps]
-    if not mine.steps or not others:
-        return None
     typical_s = median(work.seconds for work in others)
     excess = mine.seconds - typical_s
     if excess < max(LEAST_SECONDS, LEAST_SHARE * typical_s, SIGMAS * _standard_error(mine, others)):
