@@ -181,9 +181,13 @@ class ShardFetcher(Dataset[Any]):
         if shard.epoch != self._epoch and self._tells_epoch:
             self._enter_epoch(shard.epoch)
         self._generators.seed(self._seed, "data", shard.step, shard.number)
-        if callable(several := getattr(self._dataset, "__getitems__", None)):
-            return _call(several, shard.indices)
-        return [_call(self._dataset.__getitem__, index) for index in shard.indices]
+        several = getattr(self._dataset, "__getitems__", None)
+        return _call(several if callable(several) else self._one_by_one, shard.indices)
+
+    def _one_by_one(self, indices: Sequence[int]) -> list[Any]:
+        # Not list(map(...)), which takes a `StopIteration` of the dataset for the end of the list.
+        get = self._dataset.__getitem__
+        return [get(index) for index in indices]
 
     def _enter_epoch(self, epoch: int) -> None:
         # Here and not in the training process, whose dataset may be another copy.
