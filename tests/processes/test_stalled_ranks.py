@@ -42,7 +42,7 @@ def stop_one(world: World, culprit: int) -> list[str]:
     if world.rank == culprit:
         world.group.get_group_store().wait(["paceline/heartbeat/2"])
         os.kill(os.getpid(), signal.SIGSTOP)
-    with stopwatch.waiting(world.group):
+    with comm.waiting(world.group):
         comm.all_reduce(world.group, torch.ones(1), "a sum")
     return lines
 
@@ -78,7 +78,7 @@ def hang_in_own_code(world: World, culprit: int) -> list[str]:
         threading.Thread(target=look_up, daemon=True).start()
         watch.enter(Phase.DATA)
         told.wait()  # the line to be named
-    with stopwatch.waiting(world.group):
+    with comm.waiting(world.group):
         comm.all_reduce(world.group, torch.ones(1), "a sum")
     return lines
 

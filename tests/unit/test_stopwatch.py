@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.group import follow_waits, waiting
 from paceline.group.membership import Membership, NoGroup
 from paceline.telemetry import spans, stopwatch
 from paceline.telemetry.phases import MEASURED, OWN, Phase
@@ -48,6 +49,29 @@ def test_phases_of_all_steps_add_up_to_the_time_between(
             last_end = clock.ns
     assert sum(sum(s.values()) for s in watch.finished) == last_end - 1000
     assert len(watch.finished) == sum(c[2] for c in changes)
+
+
+def test_a_wait_inside_a_phase_counts_as_waiting_once_and_the_phase_continues() -> None:
+    clock, group = Clock(), Group()
+    watch = Stopwatch(clock)
+    follow_waits(group, watch.waits)
+    watch.enter(Phase.FORWARD)
+    clock.ns += 10
+    for ns in (200, 300):
+        with waiting(group), waiting(group):
+            clock.ns += ns
+        clock.ns += 1
+    watch.mark((clock(), Phase.WAIT))
+    clock.ns += 4000
+    with waiting(group):
+        clock.ns += 5000
+    watch.end_step()
+    with waiting(group):  # between two steps
+        clock.ns += 60000
+    watch.end_step()
+    first, second = watch.finished
+    assert (first[Phase.FORWARD], first[Phase.WAIT], first[Phase.OTHER]) == (12, 9500, 0)
+    assert (second[Phase.WAIT], second[Phase.OTHER]) == (60000, 0)
 
 
 def own_ns(times: StepTimes) -> int:
@@ -92,13 +116,13 @@ def test_waiting_inside_a_phase_is_not_that_phase() -> None:
     membership = Membership(Group())
     watch = stopwatch.get_stopwatch(membership)
     watch.enter(Phase.FORWARD)
-    with stopwatch.waiting(membership.group):
+    with waiting(membership.group):
         assert watch.phase == "wait"
-        with stopwatch.waiting(membership.group):
+        with waiting(membership.group):
             pass
         assert watch.phase == "wait"
     assert watch.phase == "forward"
-    with stopwatch.waiting(Group()):  # nobody measures that group
+    with waiting(Group()):  # nobody measures that group
         pass
 
 
@@ -167,11 +191,12 @@ def test_who_waits_for_somebody_outside_of_the_group_is_not_taken_for_one_that_w
         pass
 
     group = Group()
-    stopwatch._watches[group] = Stopwatch()
-    with stopwatch.waiting(group):
+    stopwatch._watches[group] = watch = Stopwatch()
+    follow_waits(group, watch.waits)
+    with waiting(group):
         found = stopwatch.last_change()
         assert found is not None
         assert found[1]
-    with stopwatch.waiting(group, elsewhere=True):
+    with waiting(group, elsewhere=True):
         assert stopwatch.last_change() is None
     assert stopwatch.last_change() is not None

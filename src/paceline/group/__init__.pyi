@@ -1,11 +1,13 @@
 from paceline.group.collectives import Group as Group
 from paceline.group.collectives import Pending as Pending
+from paceline.group.collectives import Waits as Waits
 from paceline.group.collectives import all_gather as all_gather
 from paceline.group.collectives import all_reduce as all_reduce
 from paceline.group.collectives import announce_exit as announce_exit
 from paceline.group.collectives import broadcast as broadcast
 from paceline.group.collectives import exchange as exchange
 from paceline.group.collectives import explain_failure as explain_failure
+from paceline.group.collectives import follow_waits as follow_waits
 from paceline.group.collectives import gather_bytes as gather_bytes
 from paceline.group.collectives import gloo_subgroup as gloo_subgroup
 from paceline.group.collectives import has_aborted_device as has_aborted_device
@@ -15,7 +17,6 @@ from paceline.group.collectives import is_aborted as is_aborted
 from paceline.group.collectives import post_last_words as post_last_words
 from paceline.group.collectives import refuse_aborted as refuse_aborted
 from paceline.group.collectives import refuse_lost as refuse_lost
-from paceline.group.collectives import set_wait_observer as set_wait_observer
 from paceline.group.collectives import settle_device as settle_device
 from paceline.group.collectives import start_all_reduce as start_all_reduce
 from paceline.group.collectives import start_broadcast as start_broadcast

@@ -15,8 +15,9 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -170,19 +171,46 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 
-def set_wait_observer(around: Callable[[Group, bool], AbstractContextManager[None]]) -> None:
-    """From now on every collective that is waited for is waited for inside `around(group)`."""
-    _around_waiting[0] = around
+class Waits:
+    """When this rank waits for the others of a group, noted for whoever measures its time.
+
+    Written by the training thread; the numbers may be read from other threads.
+    """
+
+    def __init__(self, clock: Callable[[], int]) -> None:
+        self.clock = clock
+        self.since_ns = 0
+        """When the wait under way began; 0 without one."""
+        self.until_ns = 0
+        """When the last one ended."""
+        self.is_elsewhere = False
+        """Whether the one under way is for a process outside of the group."""
+        self.over: list[tuple[int, int]] = []
+        """When those began and ended that are not accounted for yet."""
 
 
-_around_waiting: list[Callable[[Group, bool], AbstractContextManager[None]]] = [
-    lambda *_: nullcontext()
-]
+def follow_waits(group: Group, waits: Waits) -> None:
+    """From now on every wait for ranks of the group is noted there."""
+    _waits[group] = waits
 
 
-def waiting(group: Group, *, elsewhere: bool = False) -> AbstractContextManager[None]:
+_waits: weakref.WeakKeyDictionary[Group, Waits] = weakref.WeakKeyDictionary()
+
+
+@contextmanager
+def waiting(group: Group, *, elsewhere: bool = False) -> Iterator[None]:
     """To be put around whatever else waits for ranks of the group, or for a process `elsewhere`."""
-    return _around_waiting[0](group, elsewhere)
+    waits = _waits.get(group)
+    if waits is None or waits.since_ns:  # inside another
+        yield
+        return
+    waits.is_elsewhere, waits.since_ns = elsewhere, waits.clock()
+    try:
+        yield
+    finally:
+        waits.until_ns = waits.clock()
+        waits.over.append((waits.since_ns, waits.until_ns))
+        waits.since_ns, waits.is_elsewhere = 0, False
 
 
 def all_reduce(group: Group, tensor: Tensor, what: str) -> None:

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import threading
 import weakref
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from torch.optim.optimizer import (
 )
 
 from paceline import env
-from paceline.group import Membership, find_tensors, runs_ahead, set_wait_observer
+from paceline.group import Membership, Waits, find_tensors, follow_waits, runs_ahead
 from paceline.telemetry import spans
 from paceline.telemetry.phases import MEASURED, Phase
 from paceline.torch_private import at_backward_end
@@ -68,9 +69,6 @@ class Stopwatch:
     first and the last.
     """
 
-    pauses = True
-    """Whether a change is cheap enough to account for every collective as a wait."""
-
     def __init__(self, clock: Callable[[], int] = spans.now_ns) -> None:
         self._marks: list[Mark] = [(clock(), Phase.OTHER)]
         """Changes that are not accounted for yet; the last one is the current phase."""
@@ -83,8 +81,8 @@ class Stopwatch:
         """The phase after an update. A loop written by the user is taken to fetch samples then; a
         `Run` marks fetching itself, and sets this to OTHER."""
         self.step = 0
-        self.waits = self.waits_elsewhere = False
-        """Whether the rank is in a collective that is not accounted for as a phase, as on a GPU."""
+        self.waits = Waits(clock)
+        """Collectives, and what else waits for other ranks, inside phases."""
         self.awaited: Awaited | None = None
         """Set only while waiting, because it keeps the model alive."""
         self.thread = threading.get_ident()
@@ -103,11 +101,11 @@ class Stopwatch:
 
     @property
     def phase(self) -> Phase:
-        return self._marks[-1][1]
+        return Phase.WAIT if self.waits.since_ns else self._marks[-1][1]
 
     @property
     def since_ns(self) -> int:
-        return self._marks[-1][0]
+        return self.waits.since_ns or max(self._marks[-1][0], self.waits.until_ns)
 
     def enter(self, phase: Phase) -> None:
         """Begin `phase`, and account for the phases before."""
@@ -132,6 +130,7 @@ class Stopwatch:
             # this one runs after the entry is gone.
             weakref.finalize(membership.group, _remove_optimizer_hooks)
             _watches[membership.group] = self
+            follow_waits(membership.group, self.waits)
 
     def totals(self) -> dict[str, float]:
         """Seconds by phase since the beginning, up to the last change of phase.
@@ -143,6 +142,8 @@ class Stopwatch:
 
     def _account(self, counts: bool | None = None) -> None:
         """Account for the phases that have ended; if the step did too, `counts` is not None."""
+        if self.waits.over:
+            self._insert_waits()
         ended = [(phase, end_ns) for (_, phase), (end_ns, _) in pairwise(self._marks)]
         del self._marks[:-1]  # the last phase has not ended
         self._end_phases(ended, self.step, counts)
@@ -150,6 +151,16 @@ class Stopwatch:
         # is then complete up to its last change of phase.
         self.records = spans.current is not None
         self.mark = self._account_for if self.records else self._marks.append
+
+    def _insert_waits(self) -> None:
+        """Put the waits that are over between the marks: the phase around one continues after."""
+        marks, waits = self._marks, self.waits
+        for begin_ns, end_ns in waits.over:
+            before = bisect_right(marks, begin_ns, key=itemgetter(0)) or 1
+            phase = marks[before - 1][1]
+            if phase is not Phase.WAIT:
+                marks[before:before] = (begin_ns, Phase.WAIT), (end_ns, phase)
+        waits.over.clear()
 
     def _account_for(self, mark: Mark) -> None:
         self._marks.append(mark)
@@ -182,8 +193,6 @@ class DeviceStopwatch(Stopwatch):
     has passed it, by which time the host is elsewhere. So the host never waits for the device.
     """
 
-    pauses = False
-
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
@@ -203,6 +212,8 @@ class DeviceStopwatch(Stopwatch):
             # There is exactly one phase to end, because `_account_for` handles each mark at once.
             self._pending.append((self._record(), self._marks[0][1], self.step, counts))
         del self._marks[:-1]
+        # The host does not wait there: the device may be anywhere.
+        self.waits.over.clear()
         self.records = spans.current is not None
         if counts is not None or len(self._pending) % _RESOLVE_PERIOD == 0:
             self._resolve()
@@ -389,32 +400,13 @@ def note_waits(membership: Membership, device: torch.device) -> None:
         get_stopwatch(membership, device)
 
 
-@contextmanager
-def waiting(group: Any, elsewhere: bool = False) -> Iterator[None]:
-    """Inside, this rank waits for the others; the phase before continues afterwards."""
-    watch = find_stopwatch(group)
-    if watch is None or watch.phase is Phase.WAIT:
-        yield
-        return
-    phase = watch.phase
-    watch.waits, watch.waits_elsewhere = True, elsewhere
-    if watch.pauses:
-        watch.enter(Phase.WAIT)
-    try:
-        yield
-    finally:
-        watch.waits = watch.waits_elsewhere = False
-        if watch.pauses:
-            watch.enter(phase)
-
-
 def last_change() -> tuple[int, bool] | None:
     """When this process last changed its phase, and whether it has waited for others since; None
     where nothing is measured, and where it waits for a process outside the group."""
     watches = _all_watches()
-    if not watches or any(watch.waits_elsewhere for watch in watches):
+    if not watches or any(watch.waits.is_elsewhere for watch in watches):
         return None
-    waits = any(watch.waits or watch.phase is Phase.WAIT for watch in watches)
+    waits = any(watch.phase is Phase.WAIT for watch in watches)
     return max(watch.since_ns for watch in watches), waits
 
 
@@ -438,8 +430,7 @@ _unhooks: list[Callable[[], None]] = []
 
 
 def _install_hooks() -> None:
-    """Observe waits for collectives, and every optimizer's steps."""
-    set_wait_observer(waiting)
+    """Observe every optimizer's steps."""
     if not _unhooks:
         _unhooks.append(follow_optimizers(_on_update))
         _unhooks.append(follow_optimizers(_on_updated, after=True))

@@ -33,8 +33,8 @@ import torch
 
 from paceline.errors import PeerError, WireError, name_ranks
 from paceline.files import parse_json
-from paceline.group import Cadence, HostCopy, Membership, all_gather, word_device
-from paceline.telemetry import spans, stopwatch
+from paceline.group import Cadence, HostCopy, Membership, all_gather, waiting, word_device
+from paceline.telemetry import spans
 from paceline.telemetry.blame import WINDOWS, Blame, OwnWork, find_slow, has_lead, summarise
 from paceline.telemetry.phases import Phase
 from paceline.telemetry.stopwatch import Awaited, StepTimes, Stopwatch
@@ -94,7 +94,7 @@ class StragglerDetector:
         if self.cadence.is_due(step):
             self.cadence.agree(step, LEAST_PERIOD)
             # A rank that is missing here is also missing in the next sum, whose error says more.
-            with stopwatch.waiting(membership.group), suppress(PeerError):
+            with waiting(membership.group), suppress(PeerError):
                 self._exchange(membership, device)
 
     def _exchange(self, membership: Membership, device: torch.device) -> None:
@@ -195,7 +195,7 @@ def describe_stall(status: Status, seconds: float) -> str:
 
 def name_causes(statuses: Sequence[Status], silent: Sequence[int], everyone: Sequence[int]) -> str:
     """Which workers the waiting ones wait for, according to all statuses."""
-    waiting = [status.worker for status in statuses if status.waits]
+    waiters = [status.worker for status in statuses if status.waits]
     absent = sorted(set(everyone) - {status.worker for status in statuses} - set(silent))
     causes = [
         f"worker {status.worker}, which is {status.place}, at {status.line or 'no line'}"
@@ -210,8 +210,8 @@ def name_causes(statuses: Sequence[Status], silent: Sequence[int], everyone: Seq
         causes.append(f"{_workers(absent)}, which {has} not come this far")
     if not causes:
         return f"All {len(everyone)} workers wait for each other: they are not at the same sum."
-    verb = "waits" if len(waiting) == 1 else "wait"
-    who = _workers(waiting)
+    verb = "waits" if len(waiters) == 1 else "wait"
+    who = _workers(waiters)
     return f"{who[0].upper()}{who[1:]} {verb} for {'; and for '.join(causes)}."
 
 
