@@ -90,13 +90,13 @@ def at(step: int, worker: int = 0, **rest: Any) -> Standing:
 
 def test_workers_at_one_step_need_nothing_from_each_other() -> None:
     verdict = compare([at(5), at(5, 1)])
-    assert (verdict.step, verdict.behind, verdict.joined) == (5, frozenset(), [])
+    assert (verdict.ahead.step, verdict.behind, verdict.joined) == (5, frozenset(), [])
     assert verdict.is_whole
 
 
 def test_who_is_behind_or_new_gets_the_state_of_the_first_who_is_furthest() -> None:
     verdict = compare([at(-1, 7), at(4, 1), at(5, 2), at(5, 3)])
-    assert (verdict.step, verdict.leader) == (5, 2)
+    assert (verdict.ahead.step, verdict.leader) == (5, 2)
     assert verdict.behind == {0, 1}
     assert verdict.joined == [7]
 
@@ -118,7 +118,8 @@ def test_what_the_furthest_were_told_counts_and_every_wish_to_stop() -> None:
         ]
     )
     assert verdict.results == told
-    assert (verdict.epochs, verdict.saved, verdict.stopping, verdict.identity) == (2, 4, 15, 0)
+    assert (verdict.ahead.epochs, verdict.ahead.identity) == (2, 0)
+    assert (verdict.saved, verdict.stopping) == (4, 15)
     assert verdict.live == {"a", "b"}
 
 

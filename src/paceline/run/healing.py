@@ -57,14 +57,17 @@ class Standing:
     fit: dict[str, Any]
     """The size of a piece, where shards do not fit into memory."""
 
+    @property
+    def position(self) -> tuple[int, int]:
+        return self.step, self.turn
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What all workers make of their standings: the same on each."""
 
-    step: int
-    shards: int
-    turn: int
+    ahead: Standing
+    """That of a worker which has come furthest; the others adopt its numbers."""
     leader: int
     """The rank whose state the others get."""
     is_whole: bool
@@ -74,13 +77,11 @@ class Verdict:
     joined: list[int]
     """The workers that are new."""
     results: list[list[Any]]
-    epochs: int
     saved: int | None
     lost_save: int
     """The step of a save that died with the worker that was writing it; 0 without one."""
     stopping: int
     asked: list[int]
-    identity: int
     adopted: list[list[str]]
     live: frozenset[str]
     fit: dict[str, Any]
@@ -88,15 +89,15 @@ class Verdict:
 
 def compare(standings: Sequence[Standing]) -> Verdict:
     """Who has come furthest, and who needs what; by rank."""
-    best, turn = max((each.step, each.turn) for each in standings)
-    if best < 0:
+    best = max(each.position for each in standings)
+    if best[0] < 0:
         raise PeerError("No worker is left that knows the state of the run.")
-    furthest = [each for each in standings if (each.step, each.turn) == (best, turn)]
+    furthest = [each for each in standings if each.position == best]
     whole = [each for each in furthest if each.is_whole]
     behind = (
         rank
         for rank, each in enumerate(standings)
-        if (each.step, each.turn) < (best, turn) or (whole and not each.is_whole)
+        if each.position < best or (whole and not each.is_whole)
     )
     tried = max(each.tried for each in standings)
     # Only rank 0, which writes, knows of a save that it is there; the others know that they took
@@ -104,23 +105,19 @@ def compare(standings: Sequence[Standing]) -> Verdict:
     is_lost = bool(whole) and tried > standings[0].kept
     asked = [max(steps) for steps in zip(*(each.asked for each in standings), strict=True)]
     if is_lost:
-        asked[0] = best + 1  # it is taken again after the next step
+        asked[0] = best[0] + 1  # it is taken again after the next step
     return Verdict(
-        step=best,
-        shards=furthest[0].shards,
-        turn=turn,
+        ahead=furthest[0],
         leader=standings.index((whole or furthest)[0]),
         is_whole=bool(whole),
         behind=frozenset(behind),
         joined=[each.worker for each in standings if each.step < 0],
         # Said in the same order everywhere: the longest list contains the others.
         results=max((each.results for each in furthest), key=len),
-        epochs=furthest[0].epochs,
         saved=next((each.saved for each in standings if each.saved is not None), None),
         lost_save=tried if is_lost else 0,
         stopping=max(each.stopping for each in standings),
         asked=asked,
-        identity=furthest[0].identity,
         adopted=[
             max(of_all, key=len) for of_all in zip(*(e.adopted for e in standings), strict=True)
         ],
@@ -210,28 +207,26 @@ class Healing:
     def _adopt(self, verdict: Verdict, mine: Standing, *, is_new: bool) -> None:
         """Take what the workers have agreed on."""
         parts = self._parts
-        training, exchanges = parts.training, parts.exchanges
-        if (mine.step, mine.turn) < (verdict.step, verdict.turn):
-            here = (verdict.step + 1, verdict.turn) if verdict.turn else (verdict.step,)
+        training, exchanges, ahead = parts.training, parts.exchanges, verdict.ahead
+        if mine.position < ahead.position:
+            here = (ahead.step + 1, ahead.turn) if ahead.turn else (ahead.step,)
             # As those are seeded who applied the step: the script's code behind it may draw.
             training.generators.seed(parts.config.seed, "between", *here)
-            parts.outlets.metrics.epochs, parts.outlets.metrics.step = verdict.epochs, verdict.step
+            parts.outlets.metrics.epochs, parts.outlets.metrics.step = ahead.epochs, ahead.step
             # The code behind that step has not run here, and asks for its results from the first
             # on.
             exchanges.asked = 0
         progress = parts.progress
-        progress.stopping, (progress.save_at, progress.evaluate_at) = (
-            verdict.stopping,
-            verdict.asked,
-        )
-        parts.cut.adopt(verdict.shards)
+        progress.stopping = verdict.stopping
+        progress.save_at, progress.evaluate_at = verdict.asked
+        parts.cut.adopt(ahead.shards)
         exchanges.results = verdict.results
         if is_new:
             exchanges.asked = len(verdict.results)  # the loop's code after this step is not for it
         # What a dead one was writing may be there or not: it is written once more.
         parts.outlets.saving.saved_step = verdict.saved
-        if mine.identity != verdict.identity:
-            training.engine.identity = verdict.identity
+        if mine.identity != ahead.identity:
+            training.engine.identity = ahead.identity
         adopt(training.engine, verdict.adopted)
         if mine.fit != verdict.fit:
             training.fit.load_state_dict(verdict.fit)
@@ -251,10 +246,10 @@ class Healing:
                 sinks.tell("message", Message(text, "warning"))
                 continue
             add_sums(metrics.epoch, ledger["sums"])
-            step, turn = ledger["last"], ledger["turn"]
+            step, turn, ahead = ledger["last"], ledger["turn"], verdict.ahead
             # The part of the step in which it died counts only if a worker has applied that step.
-            is_turn = step == verdict.step + 1 and 0 < turn <= verdict.turn
-            if is_turn or step <= verdict.step:
+            is_turn = step == ahead.step + 1 and 0 < turn <= ahead.turn
+            if is_turn or step <= ahead.step:
                 add_sums(metrics.epoch, ledger["next"])
 
     def _tell(self, generation: int, inherited: dict[str, Any], joined: list[int]) -> None:
