@@ -8,7 +8,7 @@ keep the reducer alive, so gradients stay synchronised even when the wrapper is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -93,7 +93,7 @@ class Reducer(BackwardFollower, TorchReducer):
         """Hook every parameter; a reducer that averaged nothing but these lets go."""
         if self.arrivals.is_hooked:
             return
-        params = list(self.parameters)
+        params = self.parameters
         mine = set(map(id, params))
         for param in params:
             for hook in list((accumulated_grad_hooks(param) or {}).values()):
@@ -174,9 +174,9 @@ class Reducer(BackwardFollower, TorchReducer):
         return self._layout.buckets
 
     @property
-    def parameters(self) -> Iterable[Parameter]:
+    def parameters(self) -> list[Parameter]:
         """Every parameter it knows of, frozen ones included."""
-        return (param for param in (ref.get() for ref in self._refs) if param is not None)
+        return [param for ref in self._refs if (param := ref.get()) is not None]
 
     def on_forward(self) -> None:
         """A forward pass begins."""
@@ -278,13 +278,9 @@ class Reducer(BackwardFollower, TorchReducer):
             self.agreement.write(
                 self._layout.trailer,
                 bucket.trailer,
-                current.unused,
+                current,
                 self.steps,
-                is_shadow=current.is_shadow,
-                is_aborting=current.is_aborting,
-                is_short=current.is_short,
-                weight=self.weight.value,
-                is_weighed=self.weight.is_set,
+                self.weight,
                 votes=bool(self._frozen) and any(ref.requires_grad for ref in self._frozen),
                 is_joined=self.is_joined,
             )

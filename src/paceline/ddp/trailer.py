@@ -7,7 +7,7 @@ something. Whatever does not fit together is an error on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,10 @@ from paceline.ddp.fingerprint import (
 from paceline.errors import DesyncError, FitError
 from paceline.group import HostCopy, Membership, refuse_lost, runs_ahead
 from paceline.transport import mean_factor
+
+if TYPE_CHECKING:
+    from paceline.ddp.backward import Backward
+    from paceline.ddp.weight import LossWeight
 
 
 class Words(NamedTuple):
@@ -123,31 +127,27 @@ class Agreement:
         self,
         trailer: Trailer,
         target: Tensor,
-        unused: Sequence[int],
+        current: Backward,
         step: int,
+        weight: LossWeight,
         *,
-        is_shadow: bool,
-        is_aborting: bool,
-        is_short: bool,
-        weight: float,
-        is_weighed: bool,
         votes: bool,
         is_joined: bool,
     ) -> None:
         """Say what this rank has to say; one that only keeps company has no fingerprint."""
-        aborts, news = float(is_aborting), float(self.announces)
-        counts = float(not is_shadow)  # one that only keeps company has no losses
-        weighed, plain = counts * is_weighed, counts * (not is_weighed)
-        label = self._label(step)
-        words = Words(weight, float(votes), aborts, float(is_short), news, weighed, plain, label)
+        counts = not current.is_shadow  # one that only keeps company has no losses
+        fate = current.is_aborting, current.is_short, self.announces
+        kinds = counts and weight.is_set, counts and not weight.is_set
+        said = weight.value, votes, *fate, *kinds, self._label(step)
+        words = Words._make(map(float, said))
         fingerprint = None
-        if 1 < self._size <= LARGEST_SIZE and not (is_joined or is_shadow):
+        if 1 < self._size <= LARGEST_SIZE and counts and not is_joined:
             if 0 < step <= DATASET_STEP:
                 fingerprint = self.inputs.words(step, target.device)
             elif self.compares and step % EVERY == 0:
                 self._fingerprint = self._fingerprint or Fingerprint(self._params, target.device)
                 fingerprint = self._fingerprint.words(step)
-        trailer.write(target, unused, words, fingerprint)
+        trailer.write(target, current.unused, words, fingerprint)
 
     def _label(self, step: int) -> float:
         """Which model and which step this is, as a number small enough to be summed exactly."""
