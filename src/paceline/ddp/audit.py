@@ -233,10 +233,8 @@ class Audit:
             for (shard, _), digests in self._mine.items()
             if shard in shards
         ]
-        told: list[Any] = [[f"{socket.gethostname()}, {device}", mine]]
-        if members.size > 1:
-            what = f"Step {self._step}: comparing disputed gradients"
-            told = exchange(members.group, told[0], members.word_device, what)
+        here, what = socket.gethostname(), f"Step {self._step}: comparing disputed gradients"
+        told = exchange(members.group, [f"{here}, {device}", mine], members.word_device, what)
         claims: dict[int, list[Claim]] = {}
         for rank, (_, theirs) in enumerate(told):
             for shard, *claim in theirs:

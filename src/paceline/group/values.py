@@ -71,15 +71,12 @@ def gather_value(
 def reduce_value(group: Group, ranks: Ranks, device: torch.device, value: Any, op: str) -> Any:
     """The value with the sum or the mean over all workers for every tensor and number."""
     leaves, problem = _read_leaves(value)
-    if group.size() > 1:
-        described = {path: _describe(leaf) for path, leaf in leaves.items()}
-        what = "Comparing what is reduced"
-        told = exchange(group, [problem, described], word_device(group, device), what)
-        said = [told[rank] for rank in ranks.values()]
-        _refuse_problems(ranks, [each[0] for each in said])
-        _compare(ranks, [each[1] for each in said])
-    else:
-        _refuse_problems(ranks, [problem])
+    described = {path: _describe(leaf) for path, leaf in leaves.items()}
+    what = "Comparing what is reduced"
+    told = exchange(group, [problem, described], word_device(group, device), what)
+    said = [told[rank] for rank in ranks.values()]
+    _refuse_problems(ranks, [each[0] for each in said])
+    _compare(ranks, [each[1] for each in said])
     found: list[Any] = []
     for path, leaf in _leaves(value):
         if isinstance(leaves[path], Tensor):

@@ -247,10 +247,8 @@ class Fit:
         """Agree on smaller pieces of the `busy` shards of a step; raises where there are none."""
         members, self.is_short = self._members, False
         rows = -(-samples // min(self.passes(), busy))
-        reasons = [self._reason]
-        if members.size > 1:
-            what = f"Step {step}: asking who ran out of memory"
-            reasons = exchange(members.group, self._reason, members.word_device, what)
+        what = f"Step {step}: asking who ran out of memory"
+        reasons = exchange(members.group, self._reason, members.word_device, what)
         self._reason = ""
         self._empty_cache()
         short = [rank for rank, reason in enumerate(reasons) if reason]

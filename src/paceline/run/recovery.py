@@ -328,9 +328,7 @@ class Exchanges:
     def _next(self, compute: Callable[[], Any], what: str) -> list[Any]:
         members = self._membership
         if self.asked == len(self.results):
-            everyone = [compute()]
-            if members.size > 1:
-                everyone = exchange(members.group, everyone[0], members.word_device, what)
-            self.results.append(everyone)
+            told = exchange(members.group, compute(), members.word_device, what)
+            self.results.append(told)
         self.asked += 1
         return self.results[self.asked - 1]

@@ -287,11 +287,9 @@ class Saving:
         # The folder may be on rank 0's disk alone.
         members, what = self._membership, "Handing out the checkpoint"
         found = None if saved is None else (saved.state, saved.facts)
-        has_found, why_not = found is not None, "" if problem is None else str(problem)
-        if members.size > 1:
-            # Rank 0 tells of an error, too, instead of leaving the others to wait for a state.
-            word = [has_found, why_not]
-            has_found, why_not = exchange(members.group, word, members.word_device, what)[0]
+        # Rank 0 tells of an error, too, instead of leaving the others to wait for a state.
+        word = [found is not None, "" if problem is None else str(problem)]
+        has_found, why_not = exchange(members.group, word, members.word_device, what)[0]
         if has_found:
             found = broadcast_state(members, found, 0, what)
         if problem is not None:
