@@ -1,4 +1,4 @@
-"""`paceline compare`: hashes of two run folders, also of damaged ones and of none."""
+"""`paceline compare`, and `replay`: hashes of run folders, also of damaged ones and of none."""
 
 from __future__ import annotations
 
@@ -49,3 +49,13 @@ def test_damaged_events_are_left_out_and_a_folder_that_is_not_there_is_named(
     assert main(["compare", one, two]) == 0
     assert main(["compare", one, str(tmp_path / "c")]) == 2
     assert repr(str(tmp_path / "c")) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("script", [None, "", "train.py 'x"])
+def test_a_replay_without_a_script_that_can_be_started_is_refused(
+    script: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = run_with(tmp_path / "a", step1={"all": "0"})
+    flags = [] if script is None else ["--script", script]
+    assert main(["replay", run, "--step", "1", *flags]) == 2
+    assert "--script" in capsys.readouterr().err

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from paceline.checkpoint import list_entries
 from paceline.env import REPLAY_VARIABLE, RUNS_VARIABLE
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import PacelineError, SettingError, UsageError
 from paceline.files import RunFolder, read_info
 from paceline.show import compare
 
@@ -48,7 +48,13 @@ def main(args: argparse.Namespace) -> int:
             f"Those that have are {steps}{', ...' if len(recorded) > 10 else ''}.",
             "Hashes are written every 100 steps and after the last.",
         )
-    if args.script is None:
+    try:
+        script = shlex.split(args.script or "")
+    except ValueError as error:
+        raise SettingError(
+            f"--script is {args.script!r}: {error}.", advice="Quote it as in a shell."
+        ) from None
+    if not script:
         info = read_info(RunFolder(run))
         known = f" It was started with: {info.command}" if info and info.command else ""
         raise UsageError(
@@ -60,8 +66,7 @@ def main(args: argparse.Namespace) -> int:
         start = copy_checkpoint(run, again, args.step)
         print(f"Steps {start + 1} to {args.step}, on one worker.", flush=True)
         environ = {**os.environ, RUNS_VARIABLE: folder, REPLAY_VARIABLE: str(args.step)}
-        command = [sys.executable, *shlex.split(args.script)]
-        code = subprocess.run(command, env=environ, check=False).returncode
+        code = subprocess.run([sys.executable, *script], env=environ, check=False).returncode
         if code or not again.is_dir():
             why = f"The script ended with {code}." if code else f"It did not train {run.name!r}."
             raise PacelineError(
