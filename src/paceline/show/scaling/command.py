@@ -70,11 +70,6 @@ def make_study(
     chosen, why = (mode, "as given by --mode") if mode is not None else detect_mode(profiles)
     results = [attribute(one, profile, chosen, cores) for profile in profiles]
     job = fit_job(one, several[0], chosen, cores) if several else None
-    if predict and job is None:
-        raise UsageError(
-            "Nothing can be predicted from a single worker.",
-            advice="Measure several workers too, as in --workers 1,2.",
-        )
     fitted = [1, several[0].workers] if several else []
     checks = [job.check(profile) for profile in several[1:]] if job else []
     pairs = [(size, network) for network in networks for size in predict]
@@ -283,6 +278,11 @@ def main(args: argparse.Namespace) -> int:
     """Measure, compare, print; returns 1 if --fail-under requires it."""
     sizes = sorted({1, *read_sizes("--workers", args.workers)})
     predict = sorted(set(read_sizes("--predict", args.predict))) if args.predict else []
+    if predict and len(sizes) == 1:
+        raise UsageError(
+            "Nothing can be predicted from a single worker.",
+            advice="Measure several workers too, as in --workers 1,2.",
+        )
     networks = read_networks(args.network, args.latency_us, args.bandwidth_gbps)
     for name in ("repeats", "steps", "threads"):
         check_whole(f"--{name}", getattr(args, name), or_none=True)
