@@ -29,7 +29,7 @@ from paceline.show.learn.lab import Lab
 from paceline.show.learn.lessons import LESSONS, PROBLEMS
 from paceline.show.learn.question import Answered
 from paceline.show.learn.runs import LearnOptions
-from paceline.show.learn.saved import Memory
+from paceline.show.learn.saved import ProgressFile
 from paceline.show.learn.session import Session
 from paceline.show.trace.command import Printer
 
@@ -191,7 +191,9 @@ def test_every_question_and_its_evidence_fit_the_terminal(
         width = columns
 
     screen = Terminal(stream)
-    session = Session(ran[0], QUESTIONS, Memory(tmp_path / "learn.json"), screen, lambda _: "")
+    session = Session(
+        ran[0], QUESTIONS, ProgressFile(tmp_path / "learn.json"), screen, lambda _: ""
+    )
     for lesson in LESSONS:
         command._show_head(screen, lesson)
         session.lesson(lesson)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
 from paceline.show.learn.lessons import LESSONS, Lesson, find_lesson
-from paceline.show.learn.saved import Memory
+from paceline.show.learn.saved import ProgressFile
 from paceline.show.trace.command import Printer
 from paceline.show.trace.drawing import GOOD, WIDTH, wrap
 from paceline.telemetry import table_lines
@@ -70,9 +70,9 @@ def main(args: argparse.Namespace) -> int:
         raise UsageError("--json is for --answers.", advice="Add --answers.")
     chosen = _find(args.lesson)
     if args.forget:
-        memory = Memory()
-        memory.forget()
-        print(f"Deleted: {memory.path}")
+        file = ProgressFile()
+        file.forget()
+        print(f"Deleted: {file.path}")
         return 0
     if args.html is not None:
         return _write_page(args)
@@ -190,9 +190,9 @@ def _write_page(args: argparse.Namespace) -> int:
 
 
 def _play(args: argparse.Namespace, chosen: Lesson | str | None) -> int:
-    screen, memory = Printer(sys.stdout, is_plain=args.ascii), Memory()
+    screen, file = Printer(sys.stdout, is_plain=args.ascii), ProgressFile()
     if chosen is None:
-        screen.show(_list_lines(memory, screen.width))
+        screen.show(_list_lines(file, screen.width))
         chosen = _choose()
         if chosen is None:
             return 0
@@ -201,7 +201,7 @@ def _play(args: argparse.Namespace, chosen: Lesson | str | None) -> int:
     from paceline.show.learn.catalogue import QUESTIONS
     from paceline.show.learn.session import Leave, Session
 
-    session = Session(lab, QUESTIONS, memory, screen)
+    session = Session(lab, QUESTIONS, file, screen)
     if lab.trouble:
         session.say(f"{lab.trouble}\nThe built-in model is used instead.\n")
     others = {CARDS: session.cards, CHALLENGE: session.challenge, REVIEW: session.review}
@@ -221,14 +221,14 @@ def _show_head(screen: Printer, chosen: Lesson | str) -> None:
     screen.show([*wrap(title, width), "", *wrap(chosen.introduction, width), ""])
 
 
-def _list_lines(memory: Memory, width: int) -> Iterator[str]:
+def _list_lines(file: ProgressFile, width: int) -> Iterator[str]:
     """The lessons and their progress; without names on a narrow terminal."""
     rows = []
     for number, lesson in enumerate(LESSONS, start=1):
-        rows.append([str(number), lesson.name, lesson.title, _standing(memory, lesson.name)])
-    known = sum(memory.done.cards.values())
+        rows.append([str(number), lesson.name, lesson.title, _standing(file, lesson.name)])
+    known = sum(file.progress.cards.values())
     rows.append(["", CARDS, OTHERS[CARDS], f"{known} known" if known else ""])
-    rows.append(["", CHALLENGE, OTHERS[CHALLENGE], _standing(memory, CHALLENGE)])
+    rows.append(["", CHALLENGE, OTHERS[CHALLENGE], _standing(file, CHALLENGE)])
     rows.append(["", REVIEW, OTHERS[REVIEW], ""])
     if width < NARROW:
         rows = [[row[0], row[2] if row[0] else row[1], row[3]] for row in rows]
@@ -236,13 +236,13 @@ def _list_lines(memory: Memory, width: int) -> Iterator[str]:
     yield ""
     yield from table_lines(rows, "><")
     yield ""
-    if memory.remark:
-        yield from textwrap.wrap(memory.remark, width)
-        memory.remark = ""
+    if file.remark:
+        yield from textwrap.wrap(file.remark, width)
+        file.remark = ""
 
 
-def _standing(memory: Memory, name: str) -> str:
-    score = memory.done.begun.get(name) or memory.done.lessons.get(name)
+def _standing(file: ProgressFile, name: str) -> str:
+    score = file.progress.begun.get(name) or file.progress.lessons.get(name)
     if score is None:
         return ""
     return f"{'done' if score.is_done else 'begun'}, {score.right} of {score.asked} right"

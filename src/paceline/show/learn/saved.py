@@ -52,7 +52,7 @@ class Score:
 
 
 @dataclass(slots=True, kw_only=True)
-class Done:
+class SavedProgress:
     """All saved progress."""
 
     schema: int = SCHEMA
@@ -64,27 +64,27 @@ class Done:
     """By question, whether the answer was known."""
 
 
-class Memory:
+class ProgressFile:
     """The progress file, its contents, and a remark if it failed."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or Path(_data_home(), "paceline", "learn.json")
         self.remark = ""
-        self.done = self._read()
+        self.progress = self._read()
 
-    def _read(self) -> Done:
+    def _read(self) -> SavedProgress:
         try:
             with open_plain(self.path) as file:
                 document = read_json(file, LIMIT_BYTES, self.path)
-            done: Done = read_value(Done, document, "progress")
-            if done.schema != SCHEMA:
-                raise WireError(f"It has schema {done.schema}.")
-            return done
+            found: SavedProgress = read_value(SavedProgress, document, "progress")
+            if found.schema != SCHEMA:
+                raise WireError(f"It has schema {found.schema}.")
+            return found
         except FileNotFoundError:
             pass
         except (WireError, OSError) as error:
             self._put_aside(error)
-        return Done()
+        return SavedProgress()
 
     def _put_aside(self, error: Exception) -> None:
         aside = self.path.with_name(self.path.name + ".unreadable")
@@ -99,13 +99,13 @@ class Memory:
         """Write the file atomically; a failing disk does not stop a lesson."""
         try:
             make_private(self.path.parent)
-            replace_file(self.path, [json.dumps(asdict(self.done), indent=1), "\n"])
+            replace_file(self.path, [json.dumps(asdict(self.progress), indent=1), "\n"])
         except OSError as error:
             self.remark = f"Progress cannot be kept in {self.path}: {error.strerror}."
 
     def forget(self) -> None:
         """Remove the file."""
-        self.done = Done()
+        self.progress = SavedProgress()
         with suppress(FileNotFoundError):
             self.path.unlink()
 

@@ -18,7 +18,7 @@ from paceline.show.learn import values
 from paceline.show.learn.lab import Lab
 from paceline.show.learn.lessons import LESSONS, PROBLEMS, Lesson, OpenQuestion
 from paceline.show.learn.question import Answered, Question
-from paceline.show.learn.saved import Memory, Prediction, Score
+from paceline.show.learn.saved import Prediction, ProgressFile, Score
 from paceline.show.trace.command import Printer
 from paceline.show.trace.drawing import BAD, GOOD, WIDTH, wrap
 from paceline.telemetry import count_text, seconds_text
@@ -39,11 +39,11 @@ class Session:
         self,
         lab: Lab,
         questions: Sequence[Question],
-        memory: Memory,
+        file: ProgressFile,
         screen: Printer,
         ask: Callable[[str], str] = input,
     ) -> None:
-        self.lab, self.memory, self.screen = lab, memory, screen
+        self.lab, self.file, self.screen = lab, file, screen
         self.questions = [question for question in questions if question.fits(lab)]
         self._ask = ask
 
@@ -199,7 +199,7 @@ class Session:
 
     def _begin(self, name: str, thing: str) -> Score:
         """The score of a lesson that was begun, or a new one."""
-        score = self.memory.done.begun.get(name)
+        score = self.file.progress.begun.get(name)
         if score is None or score.about != self.lab.about:
             return Score(about=self.lab.about)
         self.say(f"Continued after {count_text(len(score.predictions), thing)}.\n")
@@ -210,7 +210,7 @@ class Session:
         prediction, answered = self.play(question)
         # Saved before anything else, because the terminal may go away at any time.
         score.add(question.name, prediction)
-        self.memory.done.begun[name] = score
+        self.file.progress.begun[name] = score
         self._save()
         self.wait_for_enter(answered)
         return prediction.verdict in ("right", "not scored")
@@ -218,8 +218,8 @@ class Session:
     def _finish(self, name: str, score: Score) -> None:
         """Record the score of a finished lesson; it replaces an earlier one."""
         score.is_done = True
-        self.memory.done.lessons[name] = score
-        self.memory.done.begun.pop(name, None)
+        self.file.progress.lessons[name] = score
+        self.file.progress.begun.pop(name, None)
         self._save()
         self.screen.show(review_lines(score, min(self.screen.width, WIDTH)))
 
@@ -244,14 +244,14 @@ class Session:
             self.say("Type y or n.", INDENT)
 
     def _save(self) -> None:
-        self.memory.save()
-        if self.memory.remark:
-            self.say(self.memory.remark)
-            self.memory.remark = ""
+        self.file.save()
+        if self.file.remark:
+            self.say(self.file.remark)
+            self.file.remark = ""
 
     def cards(self) -> None:
         """Every question as a card; those that were not known the last time come first."""
-        known = self.memory.done.cards
+        known = self.file.progress.cards
         deck = list(self.questions)
         random.Random(self.lab.seed).shuffle(deck)
         deck.sort(key=lambda question: known.get(question.name, False))
@@ -287,7 +287,7 @@ class Session:
 
     def review(self) -> None:
         """All predictions so far, beside the results."""
-        done = self.memory.done
+        done = self.file.progress
         for name in [*(lesson.name for lesson in LESSONS), "challenge"]:
             score = done.begun.get(name) or done.lessons.get(name)
             if score is not None and score.predictions:
