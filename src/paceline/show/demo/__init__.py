@@ -104,9 +104,9 @@ class DemoOutcome:
         resumed = f"{others} continued from the checkpoint of step {self.resumed['step']}"
         trained = f"The parameters of {', '.join(self.hashes)} ({resumed})"
         return [
-            are_equal(f"The {len(self.rows_by_worker)} workers' parameters", self.is_bit_equal),
-            is_same("Plain torch in one process gives", self.difference),
-            are_equal(trained, len(set(self.hashes.values())) == 1),
+            check_equal(f"The {len(self.rows_by_worker)} workers' parameters", self.is_bit_equal),
+            check_same("Plain torch in one process gives", self.difference),
+            check_equal(trained, len(set(self.hashes.values())) == 1),
         ]
 
     def conclusion(self) -> list[str]:
@@ -129,12 +129,12 @@ class DemoOutcome:
         ]
 
 
-def are_equal(what: str, is_bit_equal: bool) -> tuple[str, bool]:
+def check_equal(what: str, is_bit_equal: bool) -> tuple[str, bool]:
     """The sentence about several workers' parameters, and whether they are equal."""
     return f"{what} are {'equal to the last bit' if is_bit_equal else 'NOT EQUAL'}.", is_bit_equal
 
 
-def is_same(words: str, difference: float) -> tuple[str, bool]:
+def check_same(words: str, difference: float) -> tuple[str, bool]:
     """The sentence about the parameters of two trainings, and whether they are the same."""
     is_small = difference < ROUNDING
     which = "the same" if is_small else "DIFFERENT"

@@ -25,8 +25,8 @@ from paceline.show.demo import (
     STEPS_PER_EPOCH,
     DemoOptions,
     PrintLines,
-    are_equal,
-    is_same,
+    check_equal,
+    check_same,
 )
 from paceline.show.report.collect import RunReader
 from paceline.telemetry import count_text
@@ -60,8 +60,8 @@ class KillOutcome:
     def checks(self) -> list[tuple[str, bool]]:
         """Each check as a sentence, and whether it has passed."""
         return [
-            are_equal(f"The parameters of all {self.workers} workers", self.is_bit_equal),
-            is_same("The same training without a kill gives", self.difference),
+            check_equal(f"The parameters of all {self.workers} workers", self.is_bit_equal),
+            check_same("The same training without a kill gives", self.difference),
         ]
 
     def conclusion(self) -> list[str]:
