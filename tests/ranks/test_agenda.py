@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline import DDPOptions, Run, RunOptions, World
 from paceline.ddp import NaiveEngine
-from paceline.group import collectives
+from paceline.group import Membership, collectives
+from paceline.run import stop
 from paceline.run.agenda import AGENDA, BETWEEN_STEPS, STEP
 from paceline.run.step import Step
 from paceline.testing import run_ranks, seeded
@@ -164,3 +166,20 @@ def test_ranks_talk_as_the_agenda_says_in_one_order(
         ]
         in_step = [place for place in places if place < len(STEP)]
         assert in_step == sorted(in_step), (number, words)
+
+
+def test_the_steps_between_two_votes_at_most_double(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request is heard soon even if the first steps take no time, and others do."""
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: 0.0))
+
+    def body(world: World) -> list[int]:
+        vote = stop.Vote(Membership.of(world.group), stop.StopRequest(lambda text: None))
+        asked = []
+        for step in range(1, 100):
+            vote.start(step)
+            if vote.pending is not None:
+                asked.append(step)
+                vote.result(step)
+        return asked
+
+    assert run_ranks(2, body) == [[1, 3, 7, 15, 31, 63]] * 2

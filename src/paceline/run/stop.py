@@ -338,6 +338,8 @@ class Vote:
         self._told: set[str] = set()
         """What of it the vote has that is under way."""
         self._last_s, self._last_step = time.monotonic(), 0
+        self._period = 1
+        """How many steps after the last vote this one is."""
         self.pending: tuple[int, Tensor, Pending] | None = None
         """The vote whose result was not asked for yet."""
 
@@ -368,7 +370,11 @@ class Vote:
         self.asked -= self._told
         *requests, seconds = words.tolist()
         step_s = max(seconds / self._membership.size, 1e-6)
-        self.cadence.agree(step, min(MOST_STEPS, max(1, int(PERIOD_S / step_s))))
+        # At most doubled: the first steps, or those between two rounds of islands, say little about
+        # how long others take, and nothing is heard before the next vote.
+        wanted = max(1, int(PERIOD_S / step_s))
+        self._period = min(MOST_STEPS, 2 * self._period, wanted)
+        self.cadence.agree(step, self._period)
         return Requests(*requests)
 
     def _own(self) -> Requests:
@@ -393,7 +399,7 @@ class Vote:
 
     def on_generation(self) -> None:
         """What was asked in another generation gets no answer."""
-        self.pending = None
+        self.pending, self._period = None, 1
 
 
 class LoaderSignals:
