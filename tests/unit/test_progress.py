@@ -459,3 +459,10 @@ def test_progress_needs_neither_torch_nor_rich() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.splitlines()[-1] == "plain False", done.stderr
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_a_terminal_of_hardly_any_columns_ends_no_training(width: int) -> None:
+    state = ProgressState(name="digits", rows={0: {"loss": "0.5"}})
+    for lines in (text.opening(state, ["a line"], width), text.summary(state, "", ["it"], width)):
+        assert "".join(lines).split()

@@ -166,5 +166,6 @@ def wrapped(line: str, width: int) -> list[str]:
 
 def _indented(lines: Sequence[str], width: int) -> list[str]:
     """Lines of text that people wrote, indented, and broken where they are too long."""
-    broken = (textwrap.wrap(line, width - 2, break_long_words=False) for line in lines)
+    room = max(width - 2, 1)
+    broken = (textwrap.wrap(line, room, break_long_words=False) for line in lines)
     return [f"  {part}" for parts in broken for part in parts]
