@@ -11,13 +11,14 @@ from importlib.machinery import SourceFileLoader
 from multiprocessing import current_process
 from multiprocessing.connection import Listener
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from paceline.errors import summarize
 from paceline.launcher.deaths import read_error
-from paceline.launcher.worker import Instructions, Worker, when_imported, write_error
+from paceline.launcher.worker import ALIVE, Instructions, Worker, when_imported, write_error
 
 
 @pytest.fixture
@@ -75,6 +76,14 @@ def test_instructions_are_taken_out_of_the_environment(monkeypatch: pytest.Monke
         monkeypatch.setenv(name, value)
     assert Instructions.take() == instructions
     assert not any(name in os.environ for name in instructions.as_variable())
+
+
+def test_a_worker_that_is_still_importing_its_stopwatch_is_alive(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "paceline.telemetry.stopwatch"
+    monkeypatch.setitem(sys.modules, name, ModuleType(name))  # none of its code has run yet
+    assert Worker(Instructions(parent=os.getpid())).look() == ALIVE
 
 
 @pytest.mark.parametrize("path", ["", "/dev/null/error.json"])

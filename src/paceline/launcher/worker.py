@@ -205,7 +205,9 @@ class Worker:
         """Whether this worker trains, as far as its stopwatch tells; beats are counted, because a
         clock does not know that all processes were stopped meanwhile."""
         stopwatch = sys.modules.get("paceline.telemetry.stopwatch")
-        before, self.where = self.where, None if stopwatch is None else stopwatch.last_change()
+        # Not there while another thread is still importing the module.
+        last_change = getattr(stopwatch, "last_change", None)
+        before, self.where = self.where, None if last_change is None else last_change()
         self.still = self.still + 1 if self.where == before and before is not None else 0
         end_s = self.instructions.stall_end_s
         if before is None or not end_s or self.still * self.beat_s < end_s:

@@ -400,16 +400,6 @@ def note_waits(membership: Membership, device: torch.device) -> None:
         get_stopwatch(membership, device)
 
 
-def last_change() -> tuple[int, bool] | None:
-    """When this process last changed its phase, and whether it has waited for others since; None
-    where nothing is measured, and where it waits for a process outside the group."""
-    watches = _all_watches()
-    if not watches or any(watch.waits.is_elsewhere for watch in watches):
-        return None
-    waits = any(watch.phase is Phase.WAIT for watch in watches)
-    return max(watch.since_ns for watch in watches), waits
-
-
 def _all_watches(*, of_thread: bool = False) -> list[Stopwatch]:
     """Those of this process, or of this thread; none while torch.compile traces."""
     if torch.compiler.is_compiling():
@@ -427,6 +417,16 @@ _watches: weakref.WeakKeyDictionary[Any, Stopwatch] = weakref.WeakKeyDictionary(
 """By group, with its lifetime: models are made and freed at different times on each rank."""
 _unhooks: list[Callable[[], None]] = []
 """What removes the hooks on optimizers."""
+
+
+def last_change() -> tuple[int, bool] | None:
+    """When this process last changed its phase, and whether it has waited for others since; None
+    where nothing is measured, and where it waits for a process outside the group."""
+    watches = _all_watches()
+    if not watches or any(watch.waits.is_elsewhere for watch in watches):
+        return None
+    waits = any(watch.phase is Phase.WAIT for watch in watches)
+    return max(watch.since_ns for watch in watches), waits
 
 
 def _install_hooks() -> None:
