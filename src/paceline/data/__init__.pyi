@@ -5,7 +5,6 @@ from paceline.data.files import Format as Format
 from paceline.data.files import Parquet as Parquet
 from paceline.data.files import Tar as Tar
 from paceline.data.lanes import DealtFiles as DealtFiles
-from paceline.data.lanes import EpochOfFiles as EpochOfFiles
 from paceline.data.lanes import Lanes as Lanes
 from paceline.data.plan import Generators as Generators
 from paceline.data.plan import KeyedOrder as KeyedOrder

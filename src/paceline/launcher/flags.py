@@ -75,13 +75,13 @@ class Flag:
             raise SettingError(f"{source} is {shown}.", advice=str(error)) from None
 
 
-def matching(pattern: str, advice: str, convert: Reader = str) -> Reader:
+def matching(pattern: str, advice: str) -> Reader:
     """A reader of text that matches a pattern as a whole."""
 
-    def read(text: str) -> Any:
+    def read(text: str) -> str:
         if re.fullmatch(pattern, text) is None:
             raise ValueError(advice)
-        return convert(text)
+        return text
 
     return read
 

@@ -18,27 +18,14 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.torch_private import foreach_copy_
 from paceline.transport import ALIGNMENT, Flat, SharedMemory, Transport, round_up
 from paceline.update.cut import NUMBERS, PIECE_NUMEL, Piece, State
+from paceline.update.kind import ELEMENTWISE
 
-KEYS: dict[type, tuple[str, ...]] = {
-    optim.SGD: ("momentum_buffer",),
-    optim.Adam: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    optim.AdamW: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    optim.Adagrad: ("sum",),
-    optim.RMSprop: ("square_avg", "momentum_buffer", "grad_avg"),
-    optim.NAdam: ("exp_avg", "exp_avg_sq"),
-    optim.RAdam: ("exp_avg", "exp_avg_sq"),
-    optim.Adamax: ("exp_avg", "exp_inf"),
-    optim.Adadelta: ("square_avg", "acc_delta"),
-    optim.Rprop: ("prev", "step_size"),
-    optim.ASGD: ("ax",),
-}
-"""By type, what it keeps of every element; of a piece it keeps `NUMBERS`."""
 LOT_NUMEL = 2**16
 """Of a lot, at least: each costs a call."""
 LOTS = 20
@@ -300,7 +287,7 @@ class KeptState:
 
 def can_be_kept(optimizer: Optimizer) -> bool:
     """Whether it is known what this optimizer keeps, and that it may step lot by lot."""
-    return type(optimizer) in KEYS
+    return type(optimizer) in ELEMENTWISE
 
 
 def has_common_memory(transport: Transport) -> TypeGuard[SharedMemory]:

@@ -21,7 +21,8 @@ from paceline.group import waiting
 from paceline.transport import Flat, SharedBuckets
 from paceline.update.cut import in_memory_order, is_cut, piece_at
 from paceline.update.exchange import States
-from paceline.update.kept import KEYS, KeptMap, KeptState, cut_lots, has_common_memory
+from paceline.update.kept import KeptMap, KeptState, cut_lots, has_common_memory
+from paceline.update.kind import ELEMENTWISE
 from paceline.update.shares import ElementShares, Own
 
 LOOK_S = 0.001
@@ -35,7 +36,7 @@ class KeptShares(ElementShares):
         self._has_looked = False
         self._lots: list[list[Own]] = []
         self._lot: list[Own] | None = None
-        self._keys = KEYS[type(optimizer)]
+        self._keys = ELEMENTWISE[type(optimizer)]
         super().__init__(reducer, optimizer, states)
 
     def _find_memory(self) -> None:

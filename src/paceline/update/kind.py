@@ -18,10 +18,20 @@ from torch.optim import Optimizer
 
 from paceline.errors import UsageError
 
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    *(optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop, optim.NAdam),
-    *(optim.RAdam, optim.Adamax, optim.Adadelta, optim.Rprop, optim.ASGD),
-)
+ELEMENTWISE: dict[type[Optimizer], tuple[str, ...]] = {
+    optim.SGD: ("momentum_buffer",),
+    optim.Adam: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    optim.AdamW: ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    optim.Adagrad: ("sum",),
+    optim.RMSprop: ("square_avg", "momentum_buffer", "grad_avg"),
+    optim.NAdam: ("exp_avg", "exp_avg_sq"),
+    optim.RAdam: ("exp_avg", "exp_avg_sq"),
+    optim.Adamax: ("exp_avg", "exp_inf"),
+    optim.Adadelta: ("square_avg", "acc_delta"),
+    optim.Rprop: ("prev", "step_size"),
+    optim.ASGD: ("ax",),
+}
+"""What each keeps of every element; of a parameter as a whole it keeps `cut.NUMBERS`."""
 BY_TENSOR: tuple[type[Optimizer], ...] = (optim.Adafactor, optim.Muon)
 
 
