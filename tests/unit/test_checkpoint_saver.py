@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +57,21 @@ def test_nothing_saved_is_none_and_makes_no_folder(checkpoints: Checkpoints) -> 
     assert not checkpoints.folder.exists()
     checkpoints.folder.mkdir()
     assert checkpoints.load() is None
+
+
+def test_where_no_thread_can_be_started_a_checkpoint_is_written_all_the_same(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    priority = os.getpriority(os.PRIO_PROCESS, 0)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    fill(checkpoints, 1, 2)
+    assert checkpoints.problem is None
+    assert [each.step for each in checkpoints.take_finished()] == [1, 2]
+    assert load(checkpoints).step == 2
+    assert os.getpriority(os.PRIO_PROCESS, 0) == priority
 
 
 def test_the_newest_is_loaded_with_its_facts_and_metric(checkpoints: Checkpoints) -> None:

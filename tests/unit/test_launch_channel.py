@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -209,3 +210,21 @@ def test_the_store_hands_a_launchers_connection_on_and_the_next_one_too(tmp_path
         late.close()
         for each in (connector, other):
             each.close()
+
+
+def test_a_follower_that_may_start_no_thread_tries_again_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connector = Connector(f"127.0.0.1:{server.getsockname()[1]}", b"key", bytes(NONCE_BYTES))
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            assert connector(True) is None
+        assert connector(True) is None
+        caller, _ = server.accept()
+        caller.close()
+        connector.close()
+    assert connector.problem is not None, "it has tried"

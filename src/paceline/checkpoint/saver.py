@@ -120,13 +120,17 @@ class Checkpoints:
         contents = {TENSORS: image, SKELETON: memoryview(skeleton)}
         number = None if metric is None else float(metric)
         cost_s = time.perf_counter() - begin
+        given = step, contents, plain, number, cost_s
         # No daemon: a process that ends waits until the checkpoint is written.
-        self._thread = threading.Thread(
-            target=self._write,
-            args=(step, contents, plain, number, cost_s),
-            name=f"checkpoint of step {step}",
+        thread = threading.Thread(
+            target=self._write_aside, args=given, name=f"checkpoint of step {step}"
         )
-        self._thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # as many threads run as may: training waits for the disk
+            self._write(*given)
+        else:
+            self._thread = thread
 
     def wait(self) -> None:
         """Wait until the last save is on the disk, or has become a `problem`."""
@@ -195,6 +199,13 @@ class Checkpoints:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _write_aside(self, *given: Any) -> None:
+        """Write on a thread that gives way to those that train."""
+        if sys.platform == "linux":  # only there does a thread have its own priority
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        self._write(*given)
+
     def _write(
         self,
         step: int,
@@ -203,10 +214,7 @@ class Checkpoints:
         metric: float | None,
         cost_s: float,
     ) -> None:
-        """Write one checkpoint, on the thread. A failure here must not end the training."""
-        if sys.platform == "linux":  # only there does a thread have its own priority
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        """Write one checkpoint. A failure here must not end the training."""
         try:
             # Before the save, because leftovers of killed writers take the space that it needs.
             with suppress(OSError):

@@ -243,8 +243,10 @@ class Connector:
         if self._made:
             return self._made.popleft()
         if is_needed and (self._thread is None or not self._thread.is_alive()):
-            self._thread = threading.Thread(target=self._connect, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._connect, daemon=True)
+            with suppress(RuntimeError):  # as many run as may: tried again at the next beat
+                thread.start()
+                self._thread = thread
         return None
 
     def _connect(self) -> None:
