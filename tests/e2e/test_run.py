@@ -250,6 +250,20 @@ def test_a_machine_that_has_no_room_is_no_traceback(tmp_path: Path) -> None:
     assert done.stderr == "paceline run: Too many open files.\n"
 
 
+def test_a_signal_ends_a_run_although_its_parent_had_blocked_it(tmp_path: Path) -> None:
+    script = write(tmp_path, f"import os\nopen('up' + os.environ['RANK'], 'w').close()\n{WAITS}")
+    blocking = "import os, signal, sys; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]);"
+    blocking += "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    given = [sys.executable, "-c", blocking, *command("--workers", 2, script)[1:]]
+    with subprocess.Popen(given, cwd=tmp_path) as launcher:
+        try:
+            wait_for_files(tmp_path, "up*", 2)
+            launcher.terminate()
+            assert launcher.wait(PATIENCE_S) == 128 + signal.SIGTERM
+        finally:
+            launcher.kill()
+
+
 def test_workers_have_exit_codes_also_where_the_parent_ignores_ends_of_children(
     tmp_path: Path,
 ) -> None:

@@ -84,8 +84,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run the script; the exit code."""
-    # Where the parent ignores it, the kernel forgets how children end: all would have succeeded.
+    # What the parent ignores or blocks is inherited. The kernel would forget how children end, so
+    # all would have succeeded; and no signal would end this process.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if parent := env.take_parent():
         die_with(parent, signal.SIGTERM)
     given = {flag.dest: getattr(args, flag.dest) for flag in FLAGS}
