@@ -131,7 +131,6 @@ class Survival(Recovery):
         """`place` is this worker's, as the launcher has told it."""
         groups = follow_groups(place, link.backend or dist.get_backend())
         self._parts, self._has_led = parts, parts.place.membership.leads
-        self._is_over = False
         self._survives_errors = link.survives_errors
         self.member = Member(link, parts.place.membership, groups, self._heal)
 
@@ -140,7 +139,7 @@ class Survival(Recovery):
             try:
                 return task()
             except PeerError:
-                if self._is_over:
+                if not self.is_on:
                     raise
                 self.regroup()
                 if instead is not AGAIN:
@@ -152,16 +151,16 @@ class Survival(Recovery):
         try:
             task()
         except PeerError:
-            if self._is_over:
+            if not self.is_on:
                 raise
             return False
         return True
 
     def explains(self, error: BaseException) -> bool:
-        return not self._is_over and self.member.explains(error)
+        return self.is_on and self.member.explains(error)
 
     def is_outlived(self, error: BaseException) -> bool:
-        if self._is_over or self.ended or self._parts.progress.size == 1:
+        if not self.is_on or self.ended or self._parts.progress.size == 1:
             return False
         if isinstance(error, PacelineError) and error.ends_run:
             return False
@@ -173,19 +172,19 @@ class Survival(Recovery):
         self.member.begin(facts, self._parts.progress.position.step)
 
     def end(self, *, is_left: bool = False, is_saved: bool = False) -> None:
-        if not self._is_over:
+        if self.is_on:
             self.member.finish(is_left=is_left, is_saved=is_saved)
-            self._is_over, self.is_on = True, False
+            self.is_on = False
 
     @property
     def ended(self) -> str:  # type: ignore[override]
         return self.member.ended
 
     def is_due(self) -> bool:
-        return not self._is_over and self.member.is_due
+        return self.is_on and self.member.is_due
 
     def ask_to_leave(self) -> bool:
-        return not self._is_over and self.member.ask_to_leave()
+        return self.is_on and self.member.ask_to_leave()
 
     def tell_facts(self, **facts: Any) -> None:
         self.member.tell_facts(facts)
@@ -228,7 +227,7 @@ class Survival(Recovery):
         In every step before the sum that completes it, and so before any worker applies it: the
         others know whether they have.
         """
-        if self._is_over:
+        if not self.is_on:
             return
         parts = self._parts
         metrics, is_cpu = parts.outlets.metrics, parts.place.device.type == "cpu"
