@@ -120,23 +120,25 @@ def _name(entry: list[Any]) -> str:
 
 @torch.no_grad()
 def broadcast_tensors(
-    broadcast: Callable[[Tensor], None],
+    copy: Callable[[Tensor, int, str], None],
     tensors: Sequence[Tensor],
+    root: int,
+    what: str,
     *,
     is_root: bool,
     device: torch.device | None = None,
 ) -> None:
     """Overwrite the tensors with the root's, in as few messages as sensible.
 
-    `broadcast` sends bytes on `device`, whatever devices the tensors of a rank are on; None: on the
-    tensors' own, which are then alike everywhere.
+    `copy` is that of a transport, and gets bytes on `device`, whatever devices the tensors of a
+    rank are on; None: on the tensors' own, which are then alike everywhere.
     """
     by_device = device is None
     for chunk in _chunks(tensors, BROADCAST_CHUNK_BYTES, by_device=by_device):
         runs = groupby(chunk, lambda tensor: tensor.device)
         parts = [torch.cat([_as_bytes(t) for t in run]).to(device=device) for _, run in runs]
         flat = parts[0] if len(parts) == 1 else torch.cat(parts)
-        broadcast(flat)
+        copy(flat, root, what)
         if is_root:
             continue
         start = 0

@@ -472,7 +472,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
 
     def _copy_from(self, root: int, tensors: Sequence[Tensor], what: str) -> None:
         transport, is_root = self._transport.get(), self.membership.rank == root
-        checks.broadcast_tensors(lambda b: transport.copy(b, root, what), tensors, is_root=is_root)
+        checks.broadcast_tensors(transport.copy, tensors, root, what, is_root=is_root)
 
     @outside_graphs
     def _after_forward(self, output: Any) -> None:

@@ -8,6 +8,7 @@ that would have come. Rank 0 reads and writes; the folder may be on its disk alo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -455,9 +456,5 @@ def broadcast_state(members: Membership, value: Any, root: int, what: str) -> An
 
 def copy_from(members: Membership, root: int, tensors: Sequence[Tensor], what: str) -> None:
     """Overwrite the tensors with those of rank `root`, some megabytes at a time."""
-    broadcast_tensors(
-        lambda flat: broadcast(members.group, flat, root, what),
-        tensors,
-        is_root=members.rank == root,
-        device=members.word_device,
-    )
+    is_root, copy = members.rank == root, partial(broadcast, members.group)
+    broadcast_tensors(copy, tensors, root, what, is_root=is_root, device=members.word_device)

@@ -437,14 +437,10 @@ class TensorShares(FlatShares):
                         continue
                     _, dtype, shape = each
                     value = torch.empty(shape, dtype=getattr(torch, dtype), device=param.device)
-                    if owner == self.rank:
+                    if is_root := owner == self.rank:
                         value.copy_(self.states[param][key])
                     what = f"Copying {key!r} of the optimizer's state"
-                    broadcast_tensors(
-                        lambda flat, owner=owner, what=what: transport.copy(flat, owner, what),  # type: ignore[misc]
-                        [value],
-                        is_root=owner == self.rank,
-                    )
+                    broadcast_tensors(transport.copy, [value], owner, what, is_root=is_root)
                     state[key] = value
                 if keeps and state:
                     whole[param] = state
