@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.group.collectives import wait_for_rest
+from paceline.group.exit import wait_for_rest
 
 SCRIPT = """
 import ctypes, os, sys, threading
@@ -67,7 +67,7 @@ def test_a_forked_child_does_not_wait_for_threads_of_its_parent(tmp_path: Path) 
         tmp_path,
         """
         import atexit
-        from paceline.group import collectives as quiet_exit
+        from paceline.group import exit as quiet_exit
 
         quiet_exit.wait_for_rest = lambda: os._exit(5)
         if os.fork() == 0:

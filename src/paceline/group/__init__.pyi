@@ -3,7 +3,6 @@ from paceline.group.collectives import Pending as Pending
 from paceline.group.collectives import Waits as Waits
 from paceline.group.collectives import all_gather as all_gather
 from paceline.group.collectives import all_reduce as all_reduce
-from paceline.group.collectives import announce_exit as announce_exit
 from paceline.group.collectives import broadcast as broadcast
 from paceline.group.collectives import exchange as exchange
 from paceline.group.collectives import explain_failure as explain_failure
@@ -26,6 +25,7 @@ from paceline.group.collectives import world_ranks as world_ranks
 from paceline.group.device import HostCopy as HostCopy
 from paceline.group.device import describe_gpu_memory as describe_gpu_memory
 from paceline.group.device import runs_ahead as runs_ahead
+from paceline.group.exit import announce_exit as announce_exit
 from paceline.group.link import LAST_GENERATION as LAST_GENERATION
 from paceline.group.link import MEETINGS as MEETINGS
 from paceline.group.link import Generation as Generation

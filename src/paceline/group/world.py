@@ -30,8 +30,8 @@ from paceline.errors import (
     check_choice,
     check_whole,
 )
-from paceline.group.collectives import give_way_at_exit
 from paceline.group.device import CPU, pick_backend, take_device
+from paceline.group.exit import give_way_at_exit
 from paceline.group.membership import Membership
 from paceline.group.sockets import CONNECTIONS, StoreClient, interface_towards, is_served, listen
 from paceline.group.values import broadcast_value, gather_value, reduce_value
