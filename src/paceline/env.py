@@ -489,16 +489,6 @@ def _read_seconds(environ: Mapping[str, str], name: str, default: float) -> floa
     return float(text)
 
 
-def catches_signal(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal."""
-    try:
-        with open(f"/proc/{pid}/status", "rb") as file:
-            caught = next((line for line in file if line.startswith(b"SigCgt:")), b"SigCgt: 0")
-    except OSError:
-        return False
-    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
-
-
 def read_process(pid: int) -> tuple[bytes, float]:
     """What the kernel says a process does, as a letter, and how many seconds it has computed."""
     try:

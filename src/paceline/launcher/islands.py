@@ -176,7 +176,7 @@ class Archipelago:
     def _resize(self, number: int, _frame: Any) -> None:
         """Every island gets a worker more, or has one less."""
         for launcher in self._launchers.values():
-            if env.catches_signal(launcher.pid, number):  # one that is starting would be ended
+            if _catches(launcher.pid, number):  # one that is starting would be ended
                 launcher.send_signal(number)
 
     def _end(self, number: int) -> None:
@@ -288,3 +288,13 @@ def _copy_lines(stream: IO[bytes], label: bytes) -> None:
 def _say(text: str) -> None:
     with suppress(OSError):
         print(f"paceline run: {text}", file=sys.stderr, flush=True)
+
+
+def _catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    try:
+        with open(f"/proc/{pid}/status", "rb") as file:
+            caught = next((line for line in file if line.startswith(b"SigCgt:")), b"SigCgt: 0")
+    except OSError:
+        return False
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
