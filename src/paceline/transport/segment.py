@@ -93,16 +93,17 @@ class SegmentMap:
 
 
 class Segment:
-    """The mapped memory, with its words and its buckets as tensors."""
+    """The mapped memory, with its words and the buckets of every rank as tensors."""
 
-    def __init__(self, memory: mmap.mmap, places: SegmentMap) -> None:
-        self.places = places
+    def __init__(self, memory: mmap.mmap, places: SegmentMap, flats: Sequence[Flat]) -> None:
+        self.places, self.flats = places, flats
         self.words = memoryview(memory)[: places.control_bytes].cast("Q")
         self.weights = memoryview(memory)[: places.control_bytes].cast("d")
         self._memory = memory
 
-    def bucket(self, rank: int, number: int, flat: Flat, *, spare: bool = False) -> Tensor:
+    def bucket(self, rank: int, number: int, *, spare: bool = False) -> Tensor:
         """One rank's bucket, as a tensor with a storage of its own."""
+        flat = self.flats[number]
         length = flat.numel + flat.trailer
         if not length:
             return torch.empty(0, dtype=flat.dtype, device=_CPU)
@@ -115,20 +116,20 @@ class Segment:
                 offset=self.places.bucket_offset(rank, number, spare),
             )
 
-    def join(self, owner: object, rank: int, flats: Sequence[Flat]) -> list[Tensor]:
+    def join(self, owner: object, rank: int) -> list[Tensor]:
         """A rank's buckets. Those that would wait for it are told when its `owner` is gone, or its
         process ends."""
         weakref.finalize(owner, _leave, self.words, self.places.status[rank], os.getpid())
-        return [self.bucket(rank, number, flat) for number, flat in enumerate(flats)]
+        return [self.bucket(rank, number) for number in range(len(self.flats))]
 
 
 def share_segment(
-    group: Group, hosts: Hosts, buckets_bytes: Sequence[int], what: str
+    group: Group, hosts: Hosts, flats: Sequence[Flat], what: str
 ) -> tuple[Segment | None, str]:
     """Map one segment per host, on all ranks of the group or on none; if none, say why."""
-    places = SegmentMap(len(hosts.neighbours), buckets_bytes)
+    places = SegmentMap(len(hosts.neighbours), [flat.nbytes for flat in flats])
     memory, problem = share_memory(group, hosts, places.used_bytes, places.total_bytes, what)
-    return None if memory is None else Segment(memory, places), problem
+    return None if memory is None else Segment(memory, places, flats), problem
 
 
 def share_memory(

@@ -53,7 +53,6 @@ from paceline.transport.interface import (
 )
 from paceline.transport.segment import COPIED, Hosts, Segment, share_memory, share_segment
 from paceline.transport.shared_buckets import (
-    SLOT_BYTES,
     SLOTS,
     WORDS_EVERY_S,
     HostChannel,
@@ -88,10 +87,9 @@ class SharedMemory:
     def place(self, flats: Sequence[Flat], what: str) -> Buckets:
         """Memory in which buckets are summed where they lie."""
         self.meet(what)
-        sizes = [flat.nbytes for flat in flats]
-        segment, problem = share_segment(self.group, self.hosts, sizes, what)
+        segment, problem = share_segment(self.group, self.hosts, flats, what)
         if segment is not None:
-            return self.make_buckets(segment, flats)
+            return self.make_buckets(segment)
         if not self._has_complained and self.group.rank() == 0:
             log.warning("Gradients go through c10d instead of shared memory: %s.", problem)
         self._has_complained = True
@@ -117,8 +115,8 @@ class SharedMemory:
     def copy(self, flat: Tensor, root: int, what: str) -> None:
         self.channel.copy(flat.view(torch.uint8), root, what)
 
-    def make_buckets(self, segment: Segment, flats: Sequence[Flat]) -> SharedBuckets:
-        return SharedBuckets(segment, flats, self.peers)
+    def make_buckets(self, segment: Segment) -> SharedBuckets:
+        return SharedBuckets(segment, self.peers)
 
     def meet(self, what: str, look: Callable[[], object] = bool) -> None:
         """To be called before waiting in the process group, which notices no stopped rank."""
@@ -131,8 +129,8 @@ class BridgedBuckets(SharedBuckets):
     applies_weights = False  # this host does not know the weights of the others
     writes_to_all = False  # they copy the leader's, once it holds the sum of all hosts
 
-    def __init__(self, segment: Segment, flats: Sequence[Flat], peers: Peers, leaders: Any) -> None:
-        super().__init__(segment, flats, peers)
+    def __init__(self, segment: Segment, peers: Peers, leaders: Any) -> None:
+        super().__init__(segment, peers)
         self._leaders = leaders
         self._copied = segment.places.rows[COPIED]
         """The leader's says that the sum has arrived; the others' that they have taken it."""
@@ -213,7 +211,7 @@ class BridgedBuckets(SharedBuckets):
 
     def _leaders_bucket(self, number: int) -> Tensor:
         is_spare = bool(self.words[self.ready[0] + number] & 1)
-        return self.bucket(0, number, is_spare=is_spare)
+        return self.segment.bucket(0, number, spare=is_spare)
 
 
 class BetweenHosts(SharedMemory):
@@ -228,8 +226,8 @@ class BetweenHosts(SharedMemory):
         if group.rank() in hosts.leaders:
             self._leaders = gloo_subgroup(group, hosts.leaders, name)
 
-    def make_buckets(self, segment: Segment, flats: Sequence[Flat]) -> SharedBuckets:
-        return BridgedBuckets(segment, flats, self.peers, self._leaders)
+    def make_buckets(self, segment: Segment) -> SharedBuckets:
+        return BridgedBuckets(segment, self.peers, self._leaders)
 
     def copy(self, flat: Tensor, root: int, what: str) -> None:
         """From the root to its host, from its leader to the other leaders, from these to all."""
@@ -340,7 +338,7 @@ def _try_to_share(group: Group, everyone: Sequence[list[str]]) -> tuple[Transpor
     if max(map(len, hosts.ranks_by_host)) == 1:
         return None, "every rank is on a host of its own"
     ranks = hosts.neighbours
-    segment, problem = share_segment(group, hosts, [SLOT_BYTES] * SLOTS, "Sharing memory")
+    segment, problem = share_segment(group, hosts, SLOTS, "Sharing memory")
     if segment is None:
         return None, problem
     peers = Peers(group, ranks, [int(everyone[rank][1]) for rank in ranks])

@@ -39,7 +39,7 @@ from paceline.transport.interface import Flat, Reduction, mean_factor, slices
 from paceline.transport.segment import ALIVE, COPIED, FAILED, READY, SUMMED, WEIGHT, Segment
 
 SLOT_BYTES = 2**20
-SLOTS = 2
+SLOTS = [Flat(SLOT_BYTES, torch.uint8, torch.device("cpu"))] * 2
 """Through which a channel copies."""
 SUMMED_IN_FLOAT32 = (torch.bfloat16, torch.float16)
 """In their own precision small ranks' gradients would vanish in the sum."""
@@ -74,20 +74,19 @@ class SharedBuckets:
     writes_to_all = True
     """Whether the sum is written to every rank's bucket, and not only to the first one's."""
 
-    def __init__(self, segment: Segment, flats: Sequence[Flat], peers: Peers) -> None:
+    def __init__(self, segment: Segment, peers: Peers) -> None:
         self.group, self.ranks = group, ranks = peers.group, peers.ranks
         self.position = position = ranks.index(group.rank())
         self._size: int = group.size()
-        self.homes = segment.join(self, position, flats)
+        self.homes = segment.join(self, position)
         """Where this rank's buckets lie; nothing here keeps another reference to their storage."""
         self._addresses = [home.data_ptr() for home in self.homes]
         self.peers = peers
         self.segment = segment
-        self._flats = flats
         self.words = segment.words
         self._status, rows = segment.places.status, segment.places.rows
         self.ready, self.summed, self._weight = rows[READY], rows[SUMMED], rows[WEIGHT]
-        self.turns = [0] * len(flats)
+        self.turns = [0] * len(segment.flats)
         """By bucket, how often it was started."""
         self._started: deque[tuple[int, Work]] = deque()
         """Buckets that wait for this rank's part of the work, and what that is."""
@@ -186,7 +185,7 @@ class SharedBuckets:
 
     def spare(self, number: int) -> Tensor:
         """Where this rank's bucket is handed over while its home is still in use."""
-        return self.bucket(self.position, number, is_spare=True)
+        return self.segment.bucket(self.position, number, spare=True)
 
     def _is_ready(self, number: int) -> bool:
         words, turn = self.words, self.turns[number]
@@ -197,7 +196,7 @@ class SharedBuckets:
 
     def _average_slice(self, number: int) -> None:
         """Sum this rank's slice of all ranks' buckets; 16-bit sums are divided by the size."""
-        is_wide = self._flats[number].dtype in SUMMED_IN_FLOAT32
+        is_wide = self.segment.flats[number].dtype in SUMMED_IN_FLOAT32
         factor = 1.0
         if self.applies_weights:
             weight = sum([self.segment.weights[row + number] for row in self._weight])
@@ -218,7 +217,7 @@ class SharedBuckets:
     def _take_slices(self, number: int) -> None:
         """Copy every other rank's own slice from its bucket."""
         buckets = self._buckets_of_all(number)
-        cut = slices(self._flats[number].length, len(self.ranks))
+        cut = slices(self.segment.flats[number].length, len(self.ranks))
         for position, (start, stop) in enumerate(cut):
             if position != self.position:
                 buckets[self.position][start:stop].copy_(buckets[position][start:stop])
@@ -238,7 +237,7 @@ class SharedBuckets:
         return found
 
     def _make_chunks(self, number: int) -> list[Chunk]:
-        flat, buckets = self._flats[number], self._buckets_of_all(number)
+        flat, buckets = self.segment.flats[number], self._buckets_of_all(number)
         start, stop = plan_slices(flat.length, len(self.ranks), number)[self.position]
         return [
             (tuple(bucket[begin:end] for bucket in buckets), is_scaled)
@@ -248,12 +247,9 @@ class SharedBuckets:
     def _buckets_of_all(self, number: int) -> list[Tensor]:
         """Every rank's bucket, where that rank has put it in this turn."""
         return [
-            self.bucket(position, number, is_spare=bool(self.words[row + number] & 1))
+            self.segment.bucket(position, number, spare=bool(self.words[row + number] & 1))
             for position, row in enumerate(self.ready)
         ]
-
-    def bucket(self, position: int, number: int, *, is_spare: bool) -> Tensor:
-        return self.segment.bucket(position, number, self._flats[number], spare=is_spare)
 
 
 @dataclass(slots=True, eq=False)
@@ -290,10 +286,9 @@ class HostChannel(SharedBuckets):
     """
 
     def __init__(self, segment: Segment, peers: Peers) -> None:
-        slot = Flat(SLOT_BYTES, torch.uint8, torch.device("cpu"))
-        super().__init__(segment, [slot] * SLOTS, peers)
+        super().__init__(segment, peers)
         self._turn = 0
-        self._written = [0] * SLOTS
+        self._written = [0] * len(SLOTS)
         """By slot, the turn in which this rank last wrote into it."""
         self._others = [p for p in range(len(self.ranks)) if p != self.position]
         self._met = segment.places.rows[COPIED]
@@ -307,7 +302,7 @@ class HostChannel(SharedBuckets):
         for start in range(0, tensor.numel(), SLOT_BYTES):
             piece = tensor[start : start + SLOT_BYTES]
             self._turn += 1
-            slot, words = self._turn % SLOTS, self.words
+            slot, words = self._turn % len(SLOTS), self.words
             if source == mine:
                 read = [(p, self.summed[p] + slot, self._written[slot]) for p in self._others]
                 self._wait_for(read, what)
@@ -315,7 +310,7 @@ class HostChannel(SharedBuckets):
                 words[self.ready[mine] + slot] = self._written[slot] = self._turn
             else:
                 self._wait_for([(source, self.ready[source] + slot, self._turn)], what)
-                theirs = self.bucket(source, slot, is_spare=False)
+                theirs = self.segment.bucket(source, slot)
                 piece.copy_(theirs[: piece.numel()])
                 words[self.summed[mine] + slot] = self._turn
 

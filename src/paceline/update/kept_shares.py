@@ -149,7 +149,7 @@ class KeptShares(ElementShares):
                 piece = piece_at(each.flat, flat.slots, each.start, each.stop)
                 # What the dead were about to step may be half written there; here it is as before.
                 owner = rank if each.is_stepped else self.rank
-                values = places.bucket(owner, each.flat, is_spare=False)[each.start : each.stop]
+                values = places.segment.bucket(owner, each.flat)[each.start : each.stop]
                 # Copied, because others read the same memory and step the piece as well.
                 own = self._take(piece, values.clone() if is_late else values)
                 states[own.tensor] = {key: value.clone() for key, value in each.state.items()}
