@@ -201,6 +201,8 @@ def test_a_nan_found_late_is_an_error_where_a_newcomer_cannot_be_asked() -> None
         check.check(1, [Loss(torch.tensor(float("nan")), world.rank, [3])], None)
         assert not weight.grad.any()  # what the optimizer sees
         members.move_on(next_group(world, 1, 3))
+        # Nobody leaves while another one still connects.
+        broadcast(members.group, torch.zeros(1), 0, "test")
         if world.rank == 2:  # has come only now
             check = FiniteCheck([("weight", weight)], members, is_complete=False, is_saved=False)
         check.forget(2)  # the step in which the other worker was lost

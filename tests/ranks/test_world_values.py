@@ -186,3 +186,12 @@ def test_values_are_in_the_order_of_ranks_in_a_group_of_another_order() -> None:
     assert zero == [rows, [3.0], 2, 3, [0.0, 2.0, 2.0, 2.0], [2.0], 2, 2]
     assert one == [rows, [0.0, 0.0], 2, 3]
     assert two == [rows, [0.0] * 3, 2, 3, [0.0, 2.0, 2.0, 2.0], [0.0] * 3, 2, 2]
+
+
+def test_calls_that_do_not_belong_together_are_named_on_all_ranks() -> None:
+    def body(world: World) -> None:
+        with pytest.raises(DesyncError, match=r"rank 0 is at 'Comparing.*rank 1 at 'Gathering'"):
+            world.reduce(1) if world.rank == 0 else world.gather(torch.ones(2))
+        assert world.reduce(1) == 3, "they are in step"
+
+    run_ranks(3, body)

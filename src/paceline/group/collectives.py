@@ -31,7 +31,7 @@ Group = Any
 
 # Another rank says how long its message is: bounded before memory is taken for it.
 EXCHANGE_LIMIT_BYTES = 64 * 2**20
-_HEAD_BYTES = 1024
+_HEAD_BYTES, _NAME_BYTES = 1024, 64
 
 _WORDS_KEY = "paceline/last-words/{rank}"
 _WORDS_LIMIT_CHARS = 2000
@@ -246,17 +246,32 @@ def gather_bytes(
     """The bytes of all ranks, in rank order; in one message if they are few."""
     if group.size() == 1:
         return [data]
-    framed = len(data).to_bytes(8, "little") + data
+    name = what.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+    framed = name + len(data).to_bytes(8, "little") + data
+    begin = len(name) + 8
     with waiting(group):
         heads = _gather_padded(group, framed[:_HEAD_BYTES], _HEAD_BYTES, device, what)
-        sizes = [8 + int.from_bytes(head[:8], "little") for head in heads]
         # The same on all ranks, which therefore raise together, or send another message together.
+        _refuse_other_calls([head[: len(name)] for head in heads])
+        sizes = [begin + int.from_bytes(head[len(name) : begin], "little") for head in heads]
         longest = max(sizes)
         if longest > limit:
             raise DesyncError(f"{what}: a message of {longest:,} bytes is over the limit.")
         if longest > _HEAD_BYTES:
             heads = _gather_padded(group, framed, longest, device, what)
-        return [head[8:size] for head, size in zip(heads, sizes, strict=True)]
+        return [head[begin:size] for head, size in zip(heads, sizes, strict=True)]
+
+
+def _refuse_other_calls(names: Sequence[bytes]) -> None:
+    """Raise if ranks have met in calls that do not belong together."""
+    calls = [name.rstrip(b"\0").decode(errors="replace") for name in names]
+    if (rank := next((r for r, call in enumerate(calls) if call != calls[0]), None)) is not None:
+        raise DesyncError(
+            "The ranks do not make the same calls.",
+            f"First difference: rank 0 is at {calls[0]!r}, rank {rank} at {calls[rank]!r}.",
+            "Look for a call in a branch that only some ranks take, such as `if world.is_main:`, "
+            "that all of them have to make.",
+        )
 
 
 def _gather_padded(
