@@ -232,13 +232,17 @@ def test_a_loop_that_is_left_after_a_save_that_failed_says_so_everywhere(
 
 
 @pytest.mark.parametrize("where", ["step", "between"])
-def test_a_script_that_exits_from_its_loop_under_plain_python_says_its_code(
-    tmp_path: Path, where: str
+@pytest.mark.parametrize(
+    ("command", "victim"), [([sys.executable], 0), ([*LAUNCHER, "--workers", 2], 1)]
+)
+def test_a_script_that_exits_from_its_loop_with_a_code_ends_the_run_with_it(
+    tmp_path: Path, command: list[Any], victim: int, where: str
 ) -> None:
-    done = start(tmp_path, [sys.executable], "exit", where, 0)
+    done = start(tmp_path, command, "exit", where, victim)
     assert done.returncode == 5, done.stdout
     step = {"step": 6, "between": 5}[where]
-    assert_reason(tmp_path, "failed", f"worker 0 ended with exit code 5 in step {step}")
+    reason = f"worker {victim} ended with exit code 5 in step {step}"
+    assert_reason(tmp_path, "failed", reason, victim or None)
 
 
 @pytest.mark.parametrize(

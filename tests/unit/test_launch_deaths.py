@@ -243,7 +243,7 @@ def test_a_worker_that_fails_three_times_within_a_hundred_of_its_own_steps_is_a_
     assert 40 * 2 < OWN_STEPS < 60 * 2
 
 
-@pytest.mark.parametrize("cause", [{"exit_code": -9}, {"exit_code": 3}, {"exit_code": -15}])
+@pytest.mark.parametrize("cause", [{"exit_code": -9}, {"exit_code": -15}, {"exit_code": 143}])
 def test_other_deaths_count_at_the_same_step_only(cause: dict[str, int]) -> None:
     deaths = Deaths()
     facts = [WorkerExit(rank=1, step=step, **cause) for step in (5, 6, 7, 8, 5, 5)]  # type: ignore[arg-type]

@@ -3,10 +3,10 @@
     WorkerExit --Deaths.judge--> survived, or the words that end the run
     all WorkerExits, or a StopReason --RunResult--> one reason, said and written everywhere
 
-An exception of the script's is a bug, and ends the run. What no script causes is an accident, and
-survived: signals, the kernel's want of memory, devices, loaders that were killed. When one worker
-fails the others soon fail too, with errors that only say a peer is gone: the reason is the first
-real failure, and its traceback is printed once.
+An exception of the script's, or `sys.exit(1)`, is a bug, and ends the run. What no script causes is
+an accident, and survived: signals, the kernel's want of memory, devices, loaders that were killed.
+When one worker fails the others soon fail too, with errors that only say a peer is gone: the reason
+is the first real failure, and its traceback is printed once.
 """
 
 from __future__ import annotations
@@ -79,6 +79,13 @@ class WorkerExit:
         """Whether an exception of its script ended it."""
         is_own = not self.is_secondary and not self.is_accident and not self.accused
         return bool(self.summary) and is_own
+
+    @property
+    def is_scripts(self) -> bool:
+        """Whether its script has ended it: by an exception, or by an exit code that says failure,
+        as after `except Exception: sys.exit(1)`."""
+        is_code = self.exit_code > 0 and not (self.summary or self.accused or self.signal)
+        return self.raised or is_code
 
     @property
     def culprit(self) -> int:
@@ -289,7 +296,7 @@ class Deaths:
 
     def ends_run(self, end: WorkerExit) -> bool:
         """Whether no worker should continue after this death, were it the first."""
-        return end.ends_run or (end.raised and not self.survives_errors)
+        return end.ends_run or (end.is_scripts and not self.survives_errors)
 
     def judge(self, end: WorkerExit, generation: int) -> str:
         """The death of a worker that took part: why it is one too many, or nothing."""

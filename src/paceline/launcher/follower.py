@@ -55,7 +55,7 @@ class Follower(Workers):
         self._was_thrown_out(end)
         if not self.is_on or worker in self._finished:
             return False
-        if worker not in self._left and (self.survives_errors or not end.raised):
+        if worker not in self._left and (self.survives_errors or not end.is_scripts):
             self.say(f"worker {worker} {end.how}{end.where}.")
         self._report(said="died", worker=worker, end=asdict(end), ledger=ledger)
         return True

@@ -115,7 +115,7 @@ class Workers:
 
     def _was_thrown_out(self, end: WorkerExit) -> bool:
         """Whether a worker that seemed to have left its loop has failed in it."""
-        if not end.raised or end.rank not in self._leavers:
+        if not end.is_scripts or end.rank not in self._leavers:
             return False
         self._leavers.remove(end.rank)
         self._finished.discard(end.rank)
