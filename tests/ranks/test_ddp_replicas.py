@@ -425,3 +425,16 @@ def test_the_mesh_that_was_passed_is_an_attribute() -> None:
 
     run_ranks(2, body)
     assert not dist.is_initialized()
+
+
+def test_a_model_that_evaluates_on_one_rank_alone_is_named_with_it_on_all() -> None:
+    def body(world: World) -> None:
+        model = wrap(world, square())
+        for step in range(PERIOD):
+            if step == 2 and world.rank == 1:
+                model.eval()
+            model(rows(world)).mean().backward()
+
+    for error in run_ranks(3, body, return_exceptions=True):
+        assert isinstance(error, DesyncError), error
+        assert says(str(error), "evaluation mode on rank 1", "model.train()")

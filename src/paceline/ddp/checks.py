@@ -208,6 +208,18 @@ def check_in_sync(group: Group, named: Named, device: torch.device, step: int) -
     )
 
 
+def check_modes(group: Group, is_training: bool, device: torch.device, step: int) -> None:
+    """Raise on every rank if the model is in training mode on some of them only."""
+    modes = exchange(group, is_training, device, "Comparing the modes of the model")
+    if len(set(modes)) > 1:
+        ranks = [rank for rank, each in enumerate(modes) if not each]
+        raise DesyncError(
+            f"Step {step}: the model is in evaluation mode on {name_ranks(ranks)}, and not on the "
+            "others.",
+            advice="Call model.train() after an evaluation on every rank that called model.eval().",
+        )
+
+
 def _first_difference(tensor: Tensor, theirs: Tensor) -> list[Any]:
     """The first element whose bytes differ: its place, the value here, and theirs."""
     differs = (_as_bytes(tensor) != theirs).nonzero()
@@ -259,6 +271,10 @@ class ModelCheck:
         self.registrations = _count_registrations()
         """Parameters that were put into any module of this process; another total is news."""
         self.seen = 0
+
+    def is_training(self) -> bool:
+        module = self._module()
+        return module is None or module.training
 
     def __call__(self, known: Iterable[nn.Parameter]) -> None:
         self.seen = self.registrations.total

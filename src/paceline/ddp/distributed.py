@@ -364,6 +364,7 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         self.__dict__["_reducer"] = reducer
         self.on_generation()
         reducer.check_model = check
+        reducer.agreement.is_training = check.is_training
         if reducer.size > 1:
             reducer.attach()
         if self._ddp_options.check_every:

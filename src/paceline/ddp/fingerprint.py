@@ -87,8 +87,10 @@ class Fingerprint:
         return [chunks for chunks in turns if chunks]
 
     @torch.no_grad()
-    def words(self, step: int) -> Tensor | None:
-        """What goes into the trailer, in every `EVERY`th step; the host waits for no device."""
+    def words(self, step: int, *, is_training: bool = True) -> Tensor | None:
+        """What goes into the trailer, in every `EVERY`th step; the host waits for no device.
+
+        Ranks of which only some are in training mode differ, too: dropout and BatchNorm would."""
         if not self._chunks_by_turn:
             return None
         total: Tensor | None = None
@@ -96,7 +98,7 @@ class Fingerprint:
             hashed = self._hash(pieces).to(self._device)
             total = hashed if total is None else torch.add(hashed, total, alpha=_MIX)
         assert total is not None  # no turn is without chunks
-        return spread(total)
+        return spread(total if is_training else total + 1)
 
     def _hash(self, pieces: Sequence[Piece]) -> Tensor:
         """The sum of all 32-bit words, each mixed and times an odd random number of its place.

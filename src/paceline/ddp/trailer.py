@@ -6,14 +6,14 @@ something. Whatever does not fit together is an error on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from paceline.ddp.buffer import ParamRef
-from paceline.ddp.checks import check_in_sync
+from paceline.ddp.checks import check_in_sync, check_modes
 from paceline.ddp.fingerprint import (
     DATASET_STEP,
     EVERY,
@@ -113,6 +113,8 @@ class Agreement:
         self.has_news = False
         """Whether a rank said so in the last trailer that has reached the host."""
         self.inputs = InputCheck()
+        self.is_training: Callable[[], bool] = lambda: True
+        """Whether this rank's model is in training mode."""
         self._membership = membership
         self._size = membership.size
         self._params = params
@@ -146,7 +148,7 @@ class Agreement:
                 fingerprint = self.inputs.words(step, target.device)
             elif self.compares and step % EVERY == 0:
                 self._fingerprint = self._fingerprint or Fingerprint(self._params, target.device)
-                fingerprint = self._fingerprint.words(step)
+                fingerprint = self._fingerprint.words(step, is_training=self.is_training())
         trailer.write(target, current.unused, words, fingerprint)
 
     def _label(self, step: int) -> float:
@@ -230,6 +232,7 @@ class Agreement:
             leads = self._membership.rank == 0
             self.inputs.read(step - late, fingerprints, self._size, warns=leads)
         elif fingerprints[0] and is_different(fingerprints):
+            check_modes(self._membership.group, self.is_training(), device, step)
             found = ((ref.name, ref.get()) for ref in self._params)
             named = [(name, param) for name, param in found if param is not None]
             check_in_sync(self._membership.group, named, device, step)  # says what differs, and who
