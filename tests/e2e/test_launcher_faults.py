@@ -266,6 +266,20 @@ def between(step):
     assert "in hang_here" in events
 
 
+def test_a_dataset_that_hangs_before_the_first_step_is_found_too(tmp_path: Path) -> None:
+    faults = """
+class Rows(Rows):
+    def __getitem__(self, n):
+        if rank == 1 and once("hung"):
+            time.sleep(1000)
+        return super().__getitem__(n)
+"""
+    done = train(tmp_path, faults, "--stall-after", 2, "--stall-end", 4)
+    assert done.returncode == 0, done.stderr
+    assert says(done.stderr, "worker 1 was hanging in its own code for 4 s")
+    assert {steps for steps, _ in ends_of(tmp_path).values()} == {40}
+
+
 MISSING = """
 if rank == 1 and (here / "killed").exists():
     os.kill(launcher, signal.SIGTERM)

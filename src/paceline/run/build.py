@@ -164,6 +164,7 @@ def build_run(config: RunConfig) -> RunParts:
     watching = Watching(config, folder, members)
     agreed["trace_step"] = watching.trace_step
     if plan is not None and plan.lanes is None and (members.size > 1 or link is not None):
+        note_waits(members, device)  # a dataset may hang where it is read, as in every step
         agreed[SAMPLES] = sum_up_samples(
             config.dataset, plan.samples, config.seed, config.loader_workers
         )
