@@ -11,6 +11,7 @@ import pytest
 import torch
 from runs import QUIET, Rows, mlp, train
 from sentences import says
+from torch import nn
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import CosineAnnealingLR, StepLR
 from torch.utils.data import default_collate
@@ -330,3 +331,50 @@ def test_a_scheduler_that_is_stepped_twice_is_refused() -> None:
 
 def test_clearing_gradients_between_two_steps_does_no_harm() -> None:
     assert habits(lambda net, optimizer, _: optimizer.zero_grad(), between=True) == [2]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_loss_that_the_run_does_not_weigh_is_refused(size: int) -> None:
+    def body(world: World) -> None:
+        net = mlp()
+        run = Run(net, sgd(net), Rows(16), global_batch=8, epochs=1, shards=4, world=world)
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    out = run.model(x)
+                    out.square().mean().backward(retain_graph=True)
+                    step.backward(F.cross_entropy(out, y))
+
+    for error in run_ranks(size, body, return_exceptions=True):
+        assert isinstance(error, UsageError), error
+        assert says(str(error), "there are gradients that no step.backward() has computed")
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_parameters_of_a_group_that_is_added_in_mid_run_are_clipped_or_refused(
+    foreign: bool,
+) -> None:
+    def train_with(added: int | None, seen: list[float]) -> Any:
+        net: Any = mlp()
+        optimizer = torch.optim.SGD(net[2].parameters(), lr=0.1)
+        group = {"params": nn.Linear(2, 2).parameters() if foreign else net[0].parameters()}
+        if added == 0:
+            optimizer.add_param_group(group)
+        options = RunOptions(progress="quiet", clip_norm=1e-3)
+        run = Run(net, optimizer, Rows(16), global_batch=8, epochs=2, options=options)
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    step.backward(F.cross_entropy(run.model(x), y))
+            seen.append(sum(float((p.grad**2).sum()) for p in net.parameters()) ** 0.5)
+            if step.number == added:
+                optimizer.add_param_group(group)
+
+    norms: list[float] = []
+    if foreign:
+        with pytest.raises(UsageError, match="not the model's"):
+            train_with(1, norms)
+        return
+    train_with(1, norms)
+    assert norms[-1] == pytest.approx(1e-3, rel=1e-3)
+    assert norms[0] > 1e-3, "the first layer was not trained yet"

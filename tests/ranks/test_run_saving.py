@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import Rows, Told, mlp, train
+from runs import QUIET, Rows, Told, mlp, train
 from sentences import says
 from torch import Tensor, nn, optim
 from torch.nn import functional as F
@@ -390,6 +390,43 @@ class Scaled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x) * self.scale  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_group_that_was_added_in_mid_run_is_there_again_after_a_resume(
+    size: int, tmp_path: Path
+) -> None:
+    def train(folder: Path, stop_after: int | None = None) -> dict[str, Tensor]:
+        def body(world: World) -> dict[str, Tensor]:
+            net: Any = mlp()
+            net[0].requires_grad_(False)
+            optimizer = torch.optim.AdamW(net[2].parameters(), lr=0.1)
+            run = Run(
+                *(net, optimizer, Rows(16)),
+                global_batch=4,
+                epochs=2,
+                shards=2,
+                options=QUIET,
+                folder=folder,
+                world=world,
+            )
+            for step in run:
+                with step:
+                    for x, y, _ in step.batches():
+                        step.backward(F.cross_entropy(run.model(x), y))
+                if step.number == 3:
+                    net[0].requires_grad_(True)
+                    optimizer.add_param_group({"params": net[0].parameters(), "lr": 0.01})
+                if step.number == stop_after:
+                    run.save()
+                    break
+            return {name: tensor.clone() for name, tensor in net.state_dict().items()}
+
+        return run_ranks(size, body)[0]
+
+    whole = train(tmp_path / "whole")
+    train(tmp_path / "parts", stop_after=5)
+    torch.testing.assert_close(train(tmp_path / "parts"), whole, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("update", ["whole", "sharded"])

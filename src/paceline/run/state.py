@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.checkpoint import Checkpoints, Saved
 from paceline.data import Position
@@ -168,7 +169,7 @@ class RunState:
         """The optimizer's state in a checkpoint, its parameters in their order of now."""
         saved, here = state["optimizer"], self._param_names()
         there = state.get("optimizer_params", here)
-        if there == here:
+        if there[: len(here)] == here and self._add_groups(saved, there[len(here) :]):
             return saved
         if list(map(sorted, there)) != list(map(sorted, here)):
             counts = [[len(group) for group in groups] for groups in (there, here)]
@@ -189,6 +190,21 @@ class RunState:
             place = dict(zip(theirs, group["params"], strict=True))
             groups.append({**group, "params": [place[name] for name in ours]})
         return {**saved, "param_groups": groups}
+
+    def _add_groups(self, saved: Mapping[str, Any], names: list[list[str]]) -> bool:
+        """Have the optimizer take groups that the script adds in mid-run; whether it can."""
+        if not names:
+            return True
+        optimizer, param_by_name = self._parts["optimizer"], dict(self._module.named_parameters())
+        known = {name for group in self._param_names() for name in group}
+        if not isinstance(optimizer, Optimizer) or any(
+            name in known or name not in param_by_name for group in names for name in group
+        ):
+            return False
+        for group, settings in zip(names, saved["param_groups"][-len(names) :], strict=True):
+            params = [param_by_name[name] for name in group]
+            optimizer.add_param_group({**settings, "params": params})
+        return True
 
     def check_savable(self) -> None:
         """Raise now if something can never be saved, and not after hours of training."""

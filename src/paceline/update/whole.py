@@ -122,8 +122,6 @@ class WholeUpdate:
                 "and a run hands it the gradients of one pass.",
                 advice="Use an optimizer whose step() needs no closure.",
             )
-        self._trained = params_of(optimizer)
-        refuse_other_params(params, self._trained)
         if clip_norm is not None and not clip_norm > 0:
             raise UsageError(f"clip_norm is {clip_norm}.", advice="Pass a number above 0, or None.")
         if scaler is not None and not scaler.is_enabled():
@@ -131,6 +129,7 @@ class WholeUpdate:
         parts = {"optimizer": optimizer, "scheduler": scheduler, "ema": average, "scaler": scaler}
         self.parts: dict[str, Any] = {name: p for name, p in parts.items() if p is not None}
         self._params, self._optimizer, self._scaler = params, optimizer, scaler
+        self._take_groups()
         self._scheduler, self._clip_norm, self._average = scheduler, clip_norm, average
         self._finite = finite
         self._step = 0
@@ -153,12 +152,19 @@ class WholeUpdate:
                 advice="A run steps it itself, once per step or when its metric is measured: leave "
                 "scheduler.step() out.",
             )
+        if len(self._optimizer.param_groups) != self._groups:
+            self._take_groups()
         for param in self._params:
             param.grad = None
         self._step, self._noted = step, None
         self._refusal = self._optimizer.register_step_pre_hook(_refuse_user_step)
         hooks: Any = self._optimizer._optimizer_step_pre_hooks
         hooks.move_to_end(self._refusal.id, last=False)  # before the update is shared out
+
+    def _take_groups(self) -> None:
+        """Look at what the optimizer steps; the script may add groups in mid-run."""
+        self._trained, self._groups = params_of(self._optimizer), len(self._optimizer.param_groups)
+        refuse_other_params(self._params, self._trained)
 
     def backward(self, loss: Tensor, factor: float) -> None:
         self._refuse_changed_grads()
@@ -263,8 +269,15 @@ class WholeUpdate:
             self._is_stepping = False
 
     def _refuse_changed_grads(self) -> None:
-        """One gradient tells of all: it must be as the last backward has left it."""
+        """One gradient tells of all: it must be as the last backward has left it, and before the
+        first there is none."""
         if self._noted is None:
+            if any(param.grad is not None for param in self._params):
+                raise UsageError(
+                    f"Step {self._step}: there are gradients that no step.backward() has computed.",
+                    advice="Add all losses of a batch up and call step.backward() once, instead of "
+                    "loss.backward(): what a loss weighs depends on the shards and the workers.",
+                )
             return
         param, grad, version = self._noted
         now = param.grad
