@@ -28,9 +28,11 @@ steps, pause_s, save_every = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[
 torch.manual_seed(0)
 net = torch.nn.Linear(2, 1)
 data = TensorDataset(torch.randn(4 * steps, 2))
-run = Run(net, torch.optim.SGD(net.parameters(), lr=0.01), data, global_batch=4, epochs=1,
-          folder="run", shards=2, loader_workers=int(sys.argv[4]),
-          options=RunOptions(checkpoint_every=save_every or None))
+reads = {"dataset": data, "shards": 2, "loader_workers": int(sys.argv[4])}
+if "own" in sys.argv:
+    reads = {"loader": torch.utils.data.DataLoader(data, batch_size=4, num_workers=2)}
+run = Run(net, torch.optim.SGD(net.parameters(), lr=0.01), global_batch=4, epochs=1,
+          folder="run", options=RunOptions(checkpoint_every=save_every or None), **reads)
 for step in run:
     with step:
         for (x,) in step.batches():
@@ -123,6 +125,20 @@ def assert_all_stopped_together(folder: Path, ranks: int) -> None:
     assert stops == [info.step] * ranks
     saved = [event["step"] for event in events if event["kind"] == "checkpoint"]
     assert saved[-1] == info.step > 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_processes_of_a_loader_of_ones_own_leave_a_signal_to_the_run(
+    folder: Path, number: int
+) -> None:
+    """Workers take several steps more until they agree to stop, and batches for them."""
+    script = ("-m", "paceline", "run", "--workers", 2, "train.py", MANY, 0.01, 5, 0, "own")
+    with started(folder, *script) as process:
+        wait_for_steps(folder, 12, 2)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, errors
+    assert_all_stopped_together(folder, 2)
 
 
 def test_a_run_that_is_hung_up_and_interrupted_loses_nothing(folder: Path) -> None:

@@ -51,7 +51,7 @@ def test_a_loader_process_that_does_not_come_to_life_is_forked_again(
         loader = make_loader(data, {"num_workers": 2}, int, [0, 1, 2, 3])
     else:
         loader = DataLoader(data, num_workers=2)
-        let_live(loader)
+        let_live(loader, lambda number: None)
     assert list(map(int, loader)) == data
     stuck = int((tmp_path / "stuck").read_text())
     with pytest.raises(ProcessLookupError):
@@ -62,10 +62,10 @@ def test_a_loader_that_says_how_its_processes_start_is_left_alone() -> None:
     data: Any = [10, 11]
     chosen = DataLoader(data, num_workers=1, multiprocessing_context="spawn")
     before = chosen.multiprocessing_context
-    let_live(chosen)
+    let_live(chosen, lambda number: None)
     assert chosen.multiprocessing_context is before
     here = DataLoader(data)
-    let_live(here)
+    let_live(here, lambda number: None)
     assert here.multiprocessing_context is None
 
 

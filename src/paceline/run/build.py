@@ -215,7 +215,7 @@ def build_run(config: RunConfig) -> RunParts:
     settings = partial(loading, pins, options.prefetch, signals)
     shortest_batch = math.inf if plan is None else plan.shortest_batch
     may_cut = _may_cut(config, plan)
-    made = _make_loader(config, plan, shards, members, settings, saved)
+    made = _make_loader(config, plan, shards, members, signals, settings, saved)
     feed = Feed(made, shortest_batch, signals, settings)
     watching.note(engine, position.step, None if plan is None else plan.steps)
     lines = opening_lines(config, world, device, shards, plan, position, may_cut=may_cut)
@@ -325,6 +325,7 @@ def _make_loader(
     plan: Plan | None,
     shards: int,
     members: Membership,
+    signals: LoaderSignals,
     settings: Callable[[int], dict[str, Any]],
     saved: Any,
 ) -> Loader:
@@ -332,6 +333,7 @@ def _make_loader(
         return UserLoader(
             config.loader,
             members,
+            on_start=signals.on_start,
             epochs=config.epochs,
             seed=config.seed,
             steps_per_epoch=config.options.steps_per_epoch,

@@ -21,6 +21,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import tee
 from multiprocessing import connection
 from multiprocessing.context import BaseContext, ForkContext, ForkProcess
@@ -195,10 +196,20 @@ def living_context() -> BaseContext | None:
     return _LivingContext() if is_forking else None
 
 
-def let_live(loader: Any) -> None:
-    """Have a script's own loader start its processes so, unless it says how they are started."""
-    if isinstance(loader, DataLoader) and loader.num_workers and not loader.multiprocessing_context:
+def let_live(loader: Any, on_start: Callable[[int], None]) -> None:
+    """Have a script's own loader start its processes so, unless it says how they are started; each
+    calls `on_start` after what the script wants it to do first."""
+    if not isinstance(loader, DataLoader) or not loader.num_workers:
+        return
+    if not loader.multiprocessing_context:
         loader.multiprocessing_context = living_context()
+    loader.worker_init_fn = partial(_start, loader.worker_init_fn, on_start)
+
+
+def _start(first: Callable[[int], object] | None, then: Callable[[int], None], number: int) -> None:
+    if first is not None:
+        first(number)
+    then(number)
 
 
 class _LivingPopen(Popen):

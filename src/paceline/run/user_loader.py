@@ -13,7 +13,7 @@ before each batch is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,14 +34,16 @@ class UserLoader:
         loader: Any,
         membership: Membership,
         *,
+        on_start: Callable[[int], None],
         epochs: int,
         seed: int,
         steps_per_epoch: int | None,
         states: Sequence[Any] | None = None,
     ) -> None:
-        """`states` are those of all workers in the checkpoint that the run continues from."""
+        """`on_start` is called in each process that loads; `states` are those of all workers in the
+        checkpoint that the run continues from."""
         self._loader, self._membership = loader, membership
-        let_live(loader)
+        let_live(loader, on_start)
         self._epochs, self._seed, self._length = epochs, seed, steps_per_epoch
         self._states = states
         self._own = Generators()
