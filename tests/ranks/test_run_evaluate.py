@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
-from paceline.errors import UsageError
+from paceline.errors import DesyncError, UsageError
 from paceline.files.run_folder import RunFolder, read_events
 from paceline.group.world import World
 from paceline.run import Run, RunOptions
@@ -350,3 +350,20 @@ def test_predictions_and_results_that_make_no_sense_are_refused(
     run = make(mlp())
     with pytest.raises(UsageError, match=part):
         run.evaluate(score, Rows(8), batch=4, collect=collect)
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "where"),
+    [(lambda rank: Rows(7 + rank), "7 samples on rank 0, and 8 on rank 1"), (None, "Sample 0 ")],
+)
+def test_a_dataset_that_is_another_one_on_each_worker_is_refused(of_rank: Any, where: str) -> None:
+    def body(world: World) -> None:
+        run = make(mlp(), world)
+        dataset = Rows(7) if of_rank is None else of_rank(world.rank)
+        if of_rank is None and world.rank:
+            dataset.y = (dataset.y + 1) % CLASSES
+        run.evaluate(score_with(run), dataset)
+
+    for error in run_ranks(3, body, return_exceptions=True):
+        assert isinstance(error, DesyncError), error
+        assert where in str(error)

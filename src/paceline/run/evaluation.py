@@ -13,10 +13,9 @@ arguments and a dictionary as its named ones.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count, islice
 from typing import Any
 
@@ -24,13 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data import Files, Shard
-from paceline.errors import UsageError, check_choice, check_whole
+from paceline.errors import DesyncError, UsageError, check_choice, check_whole
 from paceline.files import decode, encode
 from paceline.group import gather_bytes, map_tensors
 from paceline.run.config import Collate, check_dataset
 from paceline.run.forks import LivingBatches
-from paceline.run.loader import ShardFetcher, make_loader
-from paceline.run.metrics import ExactSums, Metrics, Number, means, round_sum
+from paceline.run.loader import ShardFetcher, make_loader, refuse_other_samples, sum_up_samples
+from paceline.run.metrics import ExactSums, Metrics, Number, add_all, means, round_sum
 from paceline.run.parts import RunParts
 from paceline.run.same_bits import fixed_arithmetic
 from paceline.telemetry import Summary
@@ -126,9 +125,14 @@ def evaluate(parts: RunParts, wanted: Evaluation) -> dict[str, float]:
         )
     if wanted.batch is None:  # once: who tries again scores the same batches
         wanted = replace(wanted, batch=-(-config.global_batch // parts.progress.shards))
-    task = partial(score_share, parts, wanted, position.step)
+
+    def task() -> list[Any]:
+        return [score_share(parts, wanted, position.step), _sum_up(parts, wanted)]
+
     with fixed_arithmetic() if config.options.same_bits else nullcontext():
-        total = parts.exchanges.add_up(task, "Adding up the evaluation")
+        everyone = parts.exchanges.exchange(task, "Adding up the evaluation")
+    _refuse_other_datasets([dataset for _, dataset in everyone])
+    total = add_all([sums for sums, _ in everyone])
     samples = int(round_sum(total.pop(SAMPLES)[1]))
     scores = means(total)
     if parts.recovery.step_abandoned:
@@ -140,6 +144,35 @@ def evaluate(parts: RunParts, wanted: Evaluation) -> dict[str, float]:
     summary = Summary(epoch, position.step, scores, seconds, samples)
     parts.outlets.sinks.tell("evaluation", summary)
     return scores
+
+
+def _sum_up(parts: RunParts, wanted: Evaluation) -> tuple[int, dict[str, Any]] | None:
+    """What all workers should have alike: the length of the dataset, and some of its samples when
+    one of this length is evaluated for the first time."""
+    dataset, config, seen = wanted.dataset, parts.config, parts.feed.evaluated
+    is_alone = parts.place.membership.size == 1 or parts.recovery.step_abandoned
+    if is_alone or not (isinstance(dataset, Sized) and hasattr(dataset, "__getitem__")):
+        return None
+    size = len(dataset)
+    if size in seen or isinstance(dataset, Files):
+        return size, {}
+    seen.add(size)
+    return size, sum_up_samples(dataset, size, config.seed, wanted.loader_workers)
+
+
+def _refuse_other_datasets(everyone: Sequence[Any]) -> None:
+    """Raise if workers do not evaluate the same dataset, of which each scores its share."""
+    for rank, theirs in enumerate(everyone):
+        if theirs is None or everyone[0] is None:
+            continue
+        (size, samples), (others, their_samples) = everyone[0], theirs
+        if size != others:
+            raise DesyncError(
+                f"The dataset to evaluate has {size} samples on rank 0, and {others} on rank "
+                f"{rank}.",
+                advice="Pass the whole dataset on every worker: each of them scores its share.",
+            )
+        refuse_other_samples(samples, their_samples, "on rank 0", f"on rank {rank}")
 
 
 def score_share(parts: RunParts, wanted: Evaluation, step: int) -> ExactSums:

@@ -246,6 +246,14 @@ def add_sums(into: ExactSums, sums: Mapping[str, Any]) -> None:
             add_exactly(part, more if isinstance(more, list) else [more])
 
 
+def add_all(everyone: list[ExactSums]) -> ExactSums:
+    """The sums of all workers."""
+    total: ExactSums = {}
+    for sums in everyone if len(everyone) > 1 else ():
+        add_sums(total, sums)
+    return total if len(everyone) > 1 else dict(everyone[0])
+
+
 def add_exactly(parts: list[float], values: Iterable[float]) -> list[float]:
     """Add numbers to a sum without rounding it (Shewchuk, 1997)."""
     for value in values:

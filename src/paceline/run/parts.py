@@ -102,6 +102,8 @@ class Feed:
     signals: LoaderSignals
     loading: Callable[[int], dict[str, Any]]
     """The arguments of a `DataLoader` with so many processes that say how it loads, not what."""
+    evaluated: set[int] = field(default_factory=set)
+    """Lengths of the datasets whose samples this worker has compared with the others'."""
 
 
 @dataclass(frozen=True, slots=True)

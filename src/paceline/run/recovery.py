@@ -30,7 +30,7 @@ from paceline.group import Membership, exchange
 from paceline.run.code import read_code
 from paceline.run.healing import Healing
 from paceline.run.member import Member, follow_groups
-from paceline.run.metrics import ExactSums, add_sums
+from paceline.run.metrics import ExactSums, add_all
 from paceline.telemetry import Message, name_steps
 
 if TYPE_CHECKING:
@@ -316,13 +316,7 @@ class Exchanges:
 
     def add_up(self, compute: Callable[[], ExactSums], what: str) -> ExactSums:
         """The sums of all workers, exactly: equal to the last bit however many there are."""
-        everyone = self.exchange(compute, what)
-        if len(everyone) == 1:
-            return dict(everyone[0])
-        total: ExactSums = {}
-        for sums in everyone:
-            add_sums(total, sums)
-        return total
+        return add_all(self.exchange(compute, what))
 
     def _next(self, compute: Callable[[], Any], what: str) -> list[Any]:
         members = self._membership
