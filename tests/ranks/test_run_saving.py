@@ -467,3 +467,61 @@ def test_numbers_in_the_state_of_an_optimizer_keep_the_dtype_that_they_had(
         assert kinds == kinds_of_parts == {torch.float32}
         for name, tensor in whole.items():
             assert torch.equal(parts[name], tensor), name
+
+
+def resumed(folder: Path, *, lr: float = 0.1, seed: int = 1, overwrites: bool = False) -> list[str]:
+    """The lines at the second start of a run, which may differ from the first in these."""
+    told = Told()
+
+    def body(world: World) -> None:
+        net, data = mlp(), Rows(16)
+        if seed != 1:
+            data.y = data.y.flip(0)
+        optimizer = optim.SGD(net.parameters(), lr=lr)
+        sinks = [told] if world.rank == 0 else []
+        before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+        run = Run(
+            net,
+            optimizer,
+            data,
+            global_batch=4,
+            epochs=2,
+            shards=2,
+            options=RunOptions(progress="quiet", ema=0.9),
+            folder=folder,
+            world=world,
+            sinks=sinks,
+        )
+        run.evaluate(lambda batch: {"mean": run.model(batch[0]).mean()}, data, ema=True)
+        if overwrites:
+            net.load_state_dict(before)
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    step.backward(F.cross_entropy(run.model(x), y))
+            if step.number == 3:
+                run.save()
+                break
+
+    run_ranks(2, body)
+    return [line for _, _, lines in told.of("start") for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"lr": 0.5}, ["lr is 0.1, and not 0.5"]),
+        ({"seed": 2}, ["dataset is not the one", "First difference"]),
+        ({"overwrites": True}, ["other weights after Run()"]),
+        ({}, []),
+    ],
+)
+def test_a_resume_says_what_its_script_has_otherwise_than_the_checkpoint(
+    change: dict[str, Any], words: list[str], tmp_path: Path
+) -> None:
+    assert not any("continues" in line for line in resumed(tmp_path / "run", **change))
+    resumed(tmp_path / "other")
+    lines = resumed(tmp_path / "other", **change)
+    about = [line for line in lines if "checkpoint" in line or "dataset" in line]
+    assert len(about) == bool(words), lines
+    assert all(word in about[0] for word in words)

@@ -3,6 +3,7 @@ from paceline.ddp.audit import Audit as Audit
 from paceline.ddp.buffer import Bucket as Bucket
 from paceline.ddp.buffer import geometry as geometry
 from paceline.ddp.checks import broadcast_tensors as broadcast_tensors
+from paceline.ddp.checks import checksum as checksum
 from paceline.ddp.distributed import DistributedDataParallel as DistributedDataParallel
 from paceline.ddp.engine import Engine as Engine
 from paceline.ddp.engine import SummedGradients as SummedGradients

@@ -72,6 +72,7 @@ from paceline.run.parts import (
     opening_lines,
 )
 from paceline.run.recovery import Exchanges, Survival
+from paceline.run.resume import Resume
 from paceline.run.same_bits import refuse_other_arithmetic
 from paceline.run.state import RunState, Saving, copy_from
 from paceline.run.stop import LoaderSignals, StopRequest, Vote
@@ -165,7 +166,7 @@ def build_run(config: RunConfig) -> RunParts:
     agreed["trace_step"] = watching.trace_step
     if plan is not None and plan.lanes is None and (members.size > 1 or link is not None):
         note_waits(members, device)  # a dataset may hang where it is read, as in every step
-        agreed[SAMPLES] = sum_up_samples(
+        agreed[SAMPLES] = facts[SAMPLES] = sum_up_samples(
             config.dataset, plan.samples, config.seed, config.loader_workers
         )
     _refuse_different_facts(members, agreed)
@@ -186,7 +187,10 @@ def build_run(config: RunConfig) -> RunParts:
             fit.attach(engine)
         shares_out = _share_out(engine, config, shares_out, can_survive=can_survive)
         state.note_sharing(is_kept=shares_out and link is not None)
+        resume = Resume(config)
         position, sums = state.load(saved) if saved else (Position(), {})
+        if saved and not is_replacement:
+            state.resume = resume.note_loaded(module)
         undo.pop_all()
     other_size = config.loader is not None and (before or {}).get("workers") != world.size
     repeated = position.step_of_epoch if other_size else 0
@@ -223,6 +227,8 @@ def build_run(config: RunConfig) -> RunParts:
         lines += describe_sharing(
             engine, config.optimizer, can_survive=can_survive, is_saved=config.is_saved
         )
+    if state.resume is not None:
+        lines += resume.lines(facts.get(SAMPLES), (before or {}).get(SAMPLES))
     if repeated:
         count = count_text((before or {})["workers"], "worker")
         lines.append(_REPEATED.format(position.epoch + 1, count, repeated))

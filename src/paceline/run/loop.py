@@ -212,7 +212,7 @@ class Run:
         again: Portion | None = None
         is_complete = False
         outlets.saving.begin()
-        parts.training.state.begin()
+        outlets.lines.extend(parts.training.state.begin())
         self._is_running = True
         try:
             if self.options.same_bits:

@@ -28,6 +28,7 @@ from paceline.run.folder_lock import FolderLock
 from paceline.run.metrics import ExactSums
 from paceline.run.models import TurnUpdate
 from paceline.run.objects import Modes
+from paceline.run.resume import Resume
 from paceline.run.updates import Rating, find_better
 from paceline.telemetry import Written
 from paceline.update import ExchangedStep, Update, WholeUpdate, find_exchanged, load_state
@@ -67,11 +68,14 @@ class RunState:
         self.modes = Modes(module)
         self.loaders: list[Any] | None = None
         """The states of all workers' loaders, where they have any."""
+        self.resume: Resume | None = None
 
-    def begin(self) -> None:
-        """The loop begins: what else steps the model, and is in no checkpoint, is refused."""
+    def begin(self) -> list[str]:
+        """The loop begins: what else steps the model, and is in no checkpoint, is refused; what to
+        say of weights that the script has changed."""
         if isinstance(self._update, WholeUpdate | TurnUpdate):
             self._guard = self._update.refuse_others(list(self._others.values()))
+        return [] if self.resume is None else self.resume.find_overwritten()
 
     def end(self) -> None:
         """The loop is over."""
