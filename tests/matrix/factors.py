@@ -21,6 +21,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "ema": ("no", "yes"),
     "clipping": ("no", "yes"),
     "scheduler": ("no", "step", "plateau"),
+    "groups": ("all", "added"),
     "shards": ("four", "merged", "two"),
     "data": ("map", "stream", "files", "own loader"),
     "loading": ("here", "in a process"),
@@ -70,6 +71,8 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "raise: while evaluating",
         "raise: last step",
         "raise: after the loop",
+        "exit: forward",
+        "exit: while evaluating",
         "NaN: first step",
         "NaN: forward",
         "NaN: last step",
@@ -79,11 +82,12 @@ FACTORS: dict[str, tuple[str, ...]] = {
     ),
 }
 OF_NUMBERS = (
-    *("precision", "optimizer", "ema", "clipping", "scheduler", "shards", "data", "model"),
-    *("loss", "evaluation", "stopping", "noise", "memory"),
+    *("precision", "optimizer", "ema", "clipping", "scheduler", "groups", "shards", "data"),
+    *("model", "loss", "evaluation", "stopping", "noise", "memory"),
 )
 """Options on which the result depends, and be it the last bit of a short float: cases that agree in
 them share a reference."""
+EXIT_CODE = 3
 MIDDLE = 6
 """The step in which most faults strike: the second of the second epoch."""
 
@@ -141,6 +145,8 @@ def plan(case: Case, last: int) -> TrainingFaults:
             return faults.cut(rank=rank, step=step, where=where)
         case "raise":
             return faults.fail(rank=rank, step=step, where=where)
+        case "exit":
+            return faults.exit(rank=rank, step=step, where=where, code=EXIT_CODE)
         case "NaN":
             return faults.nan(rank=rank, step=step)
         case "full disk":

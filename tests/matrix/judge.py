@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tests.faults import Training, TrainingFaults, assert_survived, run_training, train_alone
 from tests.faults.trainings import assert_ledger
-from tests.matrix.factors import FACTORS, OF_NUMBERS, Case, plan, survives
+from tests.matrix.factors import EXIT_CODE, FACTORS, OF_NUMBERS, Case, plan, survives
 
 SCRIPT = Path(__file__).with_name("training.py")
 LIMIT_S = 90.0
@@ -38,8 +38,10 @@ TRACEBACK = "Traceback (most recent call last)"
 
 
 def expected(case: Case) -> str:
-    """How the run should end: it `finishes`, `fails`, `dies` with a worker, or `stops`."""
+    """How the run should end: it `finishes`, `fails`, `stops`, `exits` or `dies` with a worker."""
     kind = case["fault"].partition(": ")[0]
+    if kind == "exit":
+        return "exits"
     if kind == "NaN":
         return "finishes" if case["precision"] == "fp16" else "fails"  # a scaler skips the step
     if kind == "raise" or case["fault"] == "full disk: for good":
@@ -90,7 +92,7 @@ def _check_numbers(case: Case, training: Training, calm: Training) -> None:
         return
     assert training.strikes, "the fault did not strike"
     assert_ledger(training.steps, calm.steps[: len(training.steps)])
-    codes = {"fails": [1], "stops": [143], "dies": range(1, 256)}[end]
+    codes = {"fails": [1], "exits": [EXIT_CODE], "stops": [143], "dies": range(1, 256)}[end]
     assert code in codes, f"the exit code is {code}, and not {codes[0]}"
 
 
@@ -138,6 +140,8 @@ def _words(case: Case, training: Training) -> Iterator[str]:
         yield "PlannedFault"
     elif kind == "NaN" and expected(case) == "fails":
         yield "NotFiniteError"
+    elif kind == "exit":
+        yield f"ended with exit code {EXIT_CODE} in step"
     elif kind == "full disk":
         yield "No space left"
     elif kind == "SIGTERM":

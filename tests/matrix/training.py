@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import paceline
 from paceline.data import Files
-from paceline.ddp import NaiveEngine
+from paceline.ddp import NaiveEngine, bare
 from tests.faults import wait_for_replacements
 from tests.faults.memory import Full
 from tests.matrix.factors import MIDDLE
@@ -126,10 +126,13 @@ def make_model() -> nn.Module:
 
 
 def make_run() -> paceline.Run:
-    net = make_model()
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(net.parameters(), lr=0.02)
+    net: Any = make_model()
+    if OPTIONS["groups"] == "added":
+        net[-3].requires_grad_(False)
+    trained = [p for p in net.parameters() if p.requires_grad or OPTIONS["groups"] == "all"]
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=0.02)
     if OPTIONS["optimizer"] == "sgd":
-        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
     scheduler: Any = {
         "no": lambda: None,
         "step": lambda: StepLR(optimizer, 3, gamma=0.9),
@@ -190,6 +193,13 @@ def make_run() -> paceline.Run:
     )
 
 
+def add_group(run: paceline.Run) -> None:
+    """Train the middle layer, too."""
+    layer: Any = bare(run.model)[-3]
+    layer.requires_grad_(True)
+    run._parts.config.optimizer.add_param_group({"params": layer.parameters()})
+
+
 def contrast(out: Tensor, y: Tensor) -> Tensor:
     """Is not a mean over samples: every one is compared with the mean of all."""
     return cross_entropy(out - out.mean(0), y)
@@ -216,6 +226,8 @@ def train() -> None:
                     loss = cross_entropy(predict(x), y)
                     run.log("flat", 1.0, len(x))
                     step.backward(loss)
+        if step.number == MIDDLE - 1 and OPTIONS["groups"] == "added":
+            add_group(run)
         if step.ends_epoch and OPTIONS["evaluation"] == "yes":
             run.evaluate(score, TensorDataset(X, Y))
             if OPTIONS["ema"] == "yes":
