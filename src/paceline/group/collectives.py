@@ -12,6 +12,7 @@ import json
 import re
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -166,6 +167,9 @@ def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
 
 
+_MOST_WAITS = 10_000
+
+
 class Waits:
     """When this rank waits for the others of a group, noted for whoever measures its time.
 
@@ -180,8 +184,9 @@ class Waits:
         """When the last one ended."""
         self.is_elsewhere = False
         """Whether the one under way is for a process outside of the group."""
-        self.over: list[tuple[int, int]] = []
-        """When those began and ended that are not accounted for yet."""
+        self.over: deque[tuple[int, int]] = deque(maxlen=_MOST_WAITS)
+        """When those began and ended that are not accounted for yet; the last ones of a
+        script that exchanges without end and takes no step."""
 
 
 def follow_waits(group: Group, waits: Waits) -> None:
