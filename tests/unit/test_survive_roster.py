@@ -30,7 +30,7 @@ def formed(size: int = 3, **options: int) -> Roster:
 
 
 def die(roster: Roster, worker: int, step: int = 5, *, is_kill: bool = True) -> list[Order]:
-    code = -signal.SIGKILL if is_kill else 3
+    code = -signal.SIGKILL if is_kill else -signal.SIGSEGV
     return roster.on_died(WorkerExit(rank=worker, exit_code=code, step=step), NOW_S)
 
 
