@@ -134,6 +134,7 @@ def test_an_empty_dataset_is_refused_with_advice_that_fits() -> None:
         torch.utils.data.DataLoader(Rows(16), 4),
         "rows.csv",
         {"train": Rows(16)},
+        (torch.ones(16, 10), torch.ones(16)),  # two samples, of 16 rows each
         (row for row in Rows(16)),  # who reads it again, after a death, gets nothing
     ],
 )
@@ -266,7 +267,11 @@ def test_streams_of_different_lengths_are_told_by_every_worker(
 
 
 def habits(
-    habit: Callable[[Any, Any, Any], None], *, between: bool = False, size: int = 1
+    habit: Callable[[Any, Any, Any], None],
+    *,
+    between: bool = False,
+    size: int = 1,
+    shards: int = 4,
 ) -> list[Any]:
     """What becomes of a run whose loop has a line more, in the block or behind it."""
 
@@ -280,7 +285,7 @@ def habits(
             Rows(16),
             global_batch=8,
             epochs=1,
-            shards=4,
+            shards=shards,
             scheduler=scheduler,
             world=world,
             options=QUIET,
@@ -298,6 +303,7 @@ def habits(
     return run_ranks(size, body, return_exceptions=True)
 
 
+@pytest.mark.parametrize("shards", [2, 4])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     ("habit", "message"),
@@ -315,9 +321,10 @@ def habits(
     ],
 )
 def test_what_a_loop_for_torch_does_in_every_batch_is_refused(
-    habit: Any, message: str, size: int
+    habit: Any, message: str, size: int, shards: int
 ) -> None:
-    for error in habits(habit, size=size):
+    # A worker's last shard, which may be its only one, is no exception.
+    for error in habits(habit, size=size, shards=shards):
         assert isinstance(error, UsageError), error
         assert re.search(message, str(error))
         assert error.advice
@@ -378,3 +385,18 @@ def test_parameters_of_a_group_that_is_added_in_mid_run_are_clipped_or_refused(
     train_with(1, norms)
     assert norms[-1] == pytest.approx(1e-3, rel=1e-3)
     assert norms[0] > 1e-3, "the first layer was not trained yet"
+
+
+def test_a_loss_that_reaches_no_parameter_of_the_model_is_refused() -> None:
+    net, copy = mlp(), mlp()
+    run = Run(net, sgd(net), Rows(8), global_batch=4, epochs=1, options=QUIET)
+
+    def go_on() -> None:
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    step.backward(F.cross_entropy(copy(x), y))
+
+    with pytest.raises(UsageError, match="Step 1"):
+        go_on()
+    assert run.step == 0

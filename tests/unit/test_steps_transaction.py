@@ -185,13 +185,15 @@ def test_one_bad_element_of_a_row_is_found(mode: str) -> None:
     options = RunOptions(progress="quiet", check_finite=mode)  # type: ignore[arg-type]
     net = mlp()
     run = make(net, options=options)
+    bad = torch.zeros_like(net[0].weight)
+    bad[3] = float("nan")
+    net[0].weight.register_hook(lambda grad: grad + bad)
 
     def go_on() -> None:
         for step in run:
             with step:
                 for _ in compute(run, step):
                     pass
-                net[0].weight.grad[3] = float("nan")  # type: ignore[index, union-attr]
 
     with pytest.raises(NotFiniteError):
         go_on()
@@ -300,6 +302,11 @@ def misuse_outside(run: Run, step: Step) -> None:
     step.backward(torch.zeros((), requires_grad=True))
 
 
+def misuse_log(run: Run, step: Step) -> None:
+    for _ in compute(run, step):
+        run.log("accuracy", "high")  # type: ignore[arg-type]
+
+
 def misuse_elements(run: Run, step: Step) -> None:
     for x, y, _ in step.batches():
         step.backward(F.cross_entropy(run.model(x), y, reduction="none"))
@@ -354,6 +361,7 @@ def misuse_reduction(run: Run, step: Step) -> None:
         (misuse_batches, r"batches\(\) .*once"),
         (misuse_outside, "inside.* loop"),
         (misuse_elements, "loss has 4 elements"),
+        (misuse_log, "'accuracy' is 'high'"),
         (misuse_evaluate, "inside step 1"),
         (misuse_mixture, "items were given for one batch and not for another"),
         (misuse_items, "items.* -1"),

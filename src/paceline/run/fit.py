@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from paceline import env
 from paceline.data import Portion, Shard
-from paceline.ddp import DistributedDataParallel, Engine
+from paceline.ddp import DistributedDataParallel
 from paceline.errors import FitError, UsageError, check_choice, check_whole, message_of, name_ranks
 from paceline.group import (
     Membership,
@@ -38,6 +38,7 @@ from paceline.group import (
 )
 from paceline.telemetry import Message
 from paceline.torch_private import BatchNorm, NormBase
+from paceline.update import WholeUpdate
 
 if TYPE_CHECKING:
     from paceline.run.config import RunConfig
@@ -169,12 +170,14 @@ class Fit:
                 loss.detach_()  # the script holds it, and with it what is left of the graph
         raise error
 
-    def take_part(self, engine: Engine) -> None:
-        """Have a worker without shards take part in the sum."""
+    def take_part(self, training: Training) -> None:
+        """Take part in a sum at the end of the step, as a worker without shards does."""
         try:
-            engine.take_part()
+            training.engine.take_part()
         except FitError as error:
             self.hear(error)
+        if isinstance(training.update, WholeUpdate):
+            training.update.note_grads()
 
     def run_short(
         self, error: BaseException | None, training: Training, recovery: Recovery

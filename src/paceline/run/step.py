@@ -250,7 +250,7 @@ class Step:
         training = self._training
         if self._sums_at_end:
             self._clock_s = time.perf_counter()
-            self._fit.take_part(training.engine)
+            self._fit.take_part(training)
             self._lap(Phase.BACKWARD)
             if self._audit.is_disputed or self._fit.is_short:
                 return

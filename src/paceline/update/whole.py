@@ -174,6 +174,10 @@ class WholeUpdate:
         if self._scaler is not None:
             scaled = self._scaler.scale(scaled)
         scaled.backward()  # type: ignore[no-untyped-call]
+        self.note_grads()
+
+    def note_grads(self) -> None:
+        """Remember what the gradients are now: any other code that changes them is refused."""
         for param in self._params:
             if (grad := param.grad) is not None:
                 # Not the gradient itself: a reference to it keeps the engine from using its memory.
@@ -182,11 +186,21 @@ class WholeUpdate:
 
     @torch.no_grad()
     def multiply_grads(self, factor: float) -> None:
+        self._refuse_changed_grads()
         if grads := [param.grad for param in self._params if param.grad is not None]:
             foreach_mul_(grads, factor)
+        self.note_grads()
 
     def commit(self, losses: Sequence[Loss]) -> Tensor | None:
-        norm = None
+        self._refuse_changed_grads()
+        self._noted, norm = None, None
+        if all(param.grad is None for param in self._trained):
+            raise UsageError(
+                f"Step {self._step}: none of the optimizer's parameters has a gradient, so the "
+                "losses do not depend on them.",
+                advice="Compute every loss from the output of run.model, not of a copy of it; for "
+                "a batch that should not count, pass items=0.",
+            )
         if self._scaler is not None and not losses and self._params:
             # It begins with the first loss, and this worker has none, only the others' gradients.
             self._scaler.scale(self._params[0].new_zeros(()))
@@ -283,8 +297,7 @@ class WholeUpdate:
         now = param.grad
         if now is None or (id(now), now._version) != (grad, version):
             raise UsageError(
-                f"Step {self._step}: the gradients of the shards before this one were changed or "
-                "cleared.",
+                f"Step {self._step}: gradients were changed or cleared after step.backward().",
                 advice="Leave zero_grad() and clipping to the run: it clears gradients itself, and "
                 "clips those of the whole batch with clip_norm=.",
             )
