@@ -186,6 +186,16 @@ def first_line(text: str) -> str:
     return line.rstrip(".: ") if len(line) <= LINE_LENGTH else f"{line[:LINE_LENGTH]}…"
 
 
+def shown(value: object, most: int = 80) -> str:
+    """A value as a message shows it: on one line, and a class by its name."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if type(value).__repr__ is object.__repr__:
+        return f"a {type(value).__name__} object"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def check_whole(
     name: str, value: object, least: int = 1, or_none: bool = False, most: int = 2**63 - 1
 ) -> None:
@@ -195,7 +205,7 @@ def check_whole(
         is_beyond = isinstance(value, int) and value > most
         upto = f"to {most}" if is_beyond or most != 2**63 - 1 else "up"
         advice = f"Pass a whole number from {least} {upto}{', or None' if or_none else ''}."
-        raise UsageError(f"{name} is {value!r:.100}.", advice=advice)
+        raise UsageError(f"{name} is {shown(value, 100)}.", advice=advice)
 
 
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
@@ -203,7 +213,7 @@ def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     if value not in choices:
         meant = did_you_mean(value, [each for each in choices if isinstance(each, str)])
         advice = f"Use one of {', '.join(map(repr, choices))}."
-        raise UsageError(f"{name} is {value!r}.{meant}", advice=advice)
+        raise UsageError(f"{name} is {shown(value)}.{meant}", advice=advice)
 
 
 def check_members(
@@ -211,10 +221,11 @@ def check_members(
 ) -> None:
     """Refuse an object that lacks members or methods, and name them."""
     missing = [each for each in members if not hasattr(value, each)]
-    missing += [f"{each}()" for each in methods if not callable(getattr(value, each, None))]
+    lacking = [each for each in methods if not callable(getattr(value, each, None))]
+    missing += [f"{each}()" for each in lacking if each not in missing]
     if missing or (methods and isinstance(value, type)):
-        what = f"has no {', '.join(missing)}" if missing else "is a class"
-        raise UsageError(f"{name} is {value!r:.80}, which {what}.", advice=advice)
+        what = f", which has no {', '.join(missing)}" if missing else ""
+        raise UsageError(f"{name} is {shown(value)}{what}.", advice=advice)
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:

@@ -34,7 +34,8 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
 
     def load(name: str) -> Any:
         if name not in home_by_name:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            message = f"module {package!r} has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=module)  # Python then suggests a name
         home, original = home_by_name[name]
         # A stub may also import a module: `from paceline.telemetry import spans`.
         is_module = home == package

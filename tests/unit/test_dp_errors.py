@@ -212,6 +212,7 @@ def test_packed_sequences_are_refused_as_inputs_and_as_outputs() -> None:
     ("build", "words"),
     [
         (lambda: DataParallel(lambda x: x, TWO), "module.* <function"),  # type: ignore[arg-type]
+        (lambda: DataParallel(nn.Linear, TWO), r"module.* class Linear\.\n.*torch\.nn\.Module"),  # type: ignore[arg-type]
         (lambda: DataParallel(nn.Linear(3, 3), TWO, dim="a"), "dim.* 'a'"),  # type: ignore[arg-type]
         (lambda: DataParallel(nn.Linear(3, 3), TWO, dim=0.0), "dim.* 0.0"),  # type: ignore[arg-type]
         (lambda: DataParallel(nn.Linear(3, 3), TWO, options={}), "options.* {}"),  # type: ignore[arg-type]

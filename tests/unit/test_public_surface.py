@@ -183,8 +183,10 @@ def test_a_modules_public_names_are_these(module: str) -> None:
 
 def test_every_public_name_is_listed_by_dir_and_an_unknown_one_is_an_attribute_error() -> None:
     assert set(paceline.__all__) <= set(dir(paceline))
-    with pytest.raises(AttributeError, match="no attribute 'DataParalel'"):
+    with pytest.raises(AttributeError, match="no attribute 'DataParalel'") as raised:
         _ = paceline.DataParalel
+    # From these Python finds the name that was meant.
+    assert (raised.value.name, raised.value.obj) == ("DataParalel", paceline)
 
 
 def test_the_errors_are_these() -> None:

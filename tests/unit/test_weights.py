@@ -453,6 +453,8 @@ def test_a_file_without_weights_and_an_object_that_is_no_model_are_mistakes(tmp_
         load_weights(nn.Linear(2, 2), tmp_path / "a.pt")
     with pytest.raises(UsageError, match="needs a module, not a dict"):
         load_weights({}, tmp_path / "a.pt")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="needs a path, not a dict"):
+        load_weights(nn.Linear(2, 2), {"weight": torch.ones(2, 2)})  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="no checkpoint in"):
         load_weights(nn.Linear(2, 2), tmp_path)
 

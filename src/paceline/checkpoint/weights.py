@@ -81,6 +81,11 @@ def load_weights(
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"load_weights needs a module, not a {type(model).__name__}.")
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(
+            f"load_weights needs a path, not a {type(path).__name__}.",
+            advice="For a dictionary of tensors, call model.load_state_dict() on the wrapper.",
+        )
     path = Path(path)
     own = model.state_dict()
     given, where = find_weights(read_state(path), path, own.keys(), part)

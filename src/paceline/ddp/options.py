@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from paceline.ddp.compress import NAMES
-from paceline.errors import UsageError, check_choice, check_whole, refuse_unknown_arguments
+from paceline.errors import UsageError, check_choice, check_whole, refuse_unknown_arguments, shown
 from paceline.group import Membership, default_group
 from paceline.transport import Transport, check_transport
 
@@ -79,7 +79,7 @@ def pick_membership(process_group: Any, device_mesh: Any) -> Membership:
     if membership is None or not hasattr(membership.group, "allreduce"):
         if not isinstance(process_group, int):  # what torch gives to ranks outside a new group
             raise UsageError(
-                f"process_group is {process_group!r:.80}.",
+                f"process_group is {shown(process_group)}.",
                 advice="Pass what torch.distributed.new_group() returned, or leave it out.",
             )
         raise UsageError(

@@ -33,7 +33,7 @@ from paceline.dp.parallel_apply import ParallelApply, refuse_transforms
 from paceline.dp.parameters import Parameters, ParameterSource
 from paceline.dp.replicate import Replica
 from paceline.dp.scatter_gather import Chunk, check_weights, gather, scatter
-from paceline.errors import UsageError, check_choice, check_whole
+from paceline.errors import UsageError, check_choice, check_whole, shown
 from paceline.group import map_tensors
 from paceline.torch_private import never_compiled
 
@@ -152,8 +152,12 @@ class DataParallel(Wrapper):
             ("options", options, DPOptions),
         ):
             if not isinstance(value, kind):
-                advice = f"Pass something of type {kind.__name__}."
-                raise UsageError(f"{name} is {value!r}.", advice=advice)
+                advice = (
+                    "Pass a torch.nn.Module."
+                    if kind is nn.Module
+                    else f"Pass {kind.__name__}(...)."
+                )
+                raise UsageError(f"{name} is {shown(value)}.", advice=advice)
         devices = find_devices(device_ids)
         check_weights(split, len(devices))
         output = (

@@ -67,10 +67,10 @@ def find_device(entry: Device, what: str) -> ReplicaDevice:
     is_current = device.type == kind and device.index is None
     index = accelerator.current_device_index() if is_current else device.index
     if device.type != kind or index >= count:
-        names = [f"{kind}:{number}" for number in range(count)] or [kind]
+        names = ", ".join(f"{kind}:{number}" for number in range(count))
         raise DeviceError(
             f"{what} is {entry!r}, but this machine has no such device.",
-            f"It has {', '.join(names)} and the CPU.",
+            f"It has {names} and the CPU." if names else "It has no accelerator, only the CPU.",
             "Name devices that exist; one may be named several times. Replicas on the CPU are "
             'named "cpu:0", "cpu:1" and so on.',
         )

@@ -29,6 +29,7 @@ from paceline.errors import (
     check_members,
     check_whole,
     refuse_unknown_arguments,
+    shown,
 )
 from paceline.files import RunFolder, RunInfo, find_info
 from paceline.group import World, flatten
@@ -225,7 +226,7 @@ class RunConfig:
         for name, (kind, advice) in _KINDS.items():
             value = getattr(self, name)
             if not isinstance(value, kind):
-                raise UsageError(f"{name} is {value!r:.80}.", advice=f"Pass {advice}.")
+                raise UsageError(f"{name} is {shown(value)}.", advice=f"Pass {advice}.")
         self.has_sync_norm = has_sync_batch_norm(self.model)
         if isinstance(self.optimizer, list | tuple):
             raise UsageError(f"optimizer is {len(self.optimizer)} of them.", advice=_SEVERAL)
@@ -233,7 +234,7 @@ class RunConfig:
             value = getattr(self, name)
             if value is not None or name == "optimizer":
                 advice = f"Pass one of torch's kind, with {', '.join(members)}."
-                check_members(name, value, members, advice)
+                check_members(name, value, members, advice, methods=members[1:])
         if self.folder is not None and (runs := env.read(env.RUNS_VARIABLE)):
             # `paceline replay` and `paceline scale` run the script beside the runs that it has
             # written itself.
@@ -284,7 +285,7 @@ class RunConfig:
             return
         if not callable(self.engine):
             raise UsageError(
-                f"engine is {self.engine!r:.80}, which cannot be called.",
+                f"engine is {shown(self.engine)}, which cannot be called.",
                 advice="Pass a function of a module and a World that returns an Engine, such as "
                 "paceline.ddp.NaiveEngine.",
             )
@@ -301,7 +302,7 @@ class RunConfig:
             folder.create()
         except OSError as error:
             raise UsageError(
-                f"Rank {rank} cannot make the run folder {folder.path}: {error}.",
+                f"Rank {rank} cannot make the run folder {folder.path}: {error.strerror or error}.",
                 advice="Choose a folder that this user may write to.",
             ) from error
         return folder
@@ -442,6 +443,9 @@ def check_dataset(dataset: Any, advice: str) -> None:
         problem = "whose items are batches"
     elif isinstance(dataset, str | bytes | os.PathLike | Mapping):
         problem, advice = "which has no samples", "Pass what was read from there: samples by index."
+    elif isinstance(dataset, tuple) and all(isinstance(each, Tensor) for each in dataset):
+        problem = f"of {len(dataset)} tensors, so it has {len(dataset)} samples"
+        advice = "Pass torch.utils.data.TensorDataset(*tensors), whose samples are their rows."
     elif isinstance(dataset, Iterator):
         problem = "which can be read once, and is read again in every epoch and after a death"
         advice = "Pass a list, or an object whose __iter__ begins anew."

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data import Files, Shard
-from paceline.errors import DesyncError, UsageError, check_choice, check_whole
+from paceline.errors import DesyncError, UsageError, check_choice, check_whole, shown
 from paceline.files import decode, encode
 from paceline.group import gather_bytes, map_tensors
 from paceline.run.config import Collate, check_dataset
@@ -39,7 +39,7 @@ def check_rows(value: Any, rows: int, who: str) -> None:
     """Refuse what has not one item per sample of a batch of `rows`; `who` returned it."""
     for leaf in value.values() if isinstance(value, dict) else _arguments(value):
         if not isinstance(leaf, Tensor | list) or (isinstance(leaf, Tensor) and not leaf.dim()):
-            problem = f"returned {leaf!r:.60}"
+            problem = f"returned {shown(leaf, 60)}"
         elif len(leaf) != rows:
             problem = f"returned {len(leaf)} items for a batch of {rows} samples"
         else:
@@ -260,7 +260,7 @@ def _call(collect: Collect, predictions: Any) -> dict[str, float]:
         return {str(name): float(value) for name, value in found.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError):
         raise UsageError(
-            f"collect= gave {found!r:.80}, and not numbers by name.",
+            f"collect= gave {shown(found)}, and not numbers by name.",
             advice='Return a dictionary, such as {"auc": roc_auc_score(y, p)}.',
         ) from None
 
@@ -310,7 +310,7 @@ def _read(
 def _checked(scores: Any, rows: int, reduction: str | None) -> Iterator[tuple[str, Number, Number]]:
     """Name, value and number of items of each score of a batch of `rows` samples."""
     if not isinstance(scores, Mapping):
-        raise UsageError(f"The scores are a {type(scores).__name__}.", advice=_ADVICE)
+        raise UsageError(f"The scores are {shown(scores)}, not a dictionary.", advice=_ADVICE)
     for name, score in scores.items():
         match score:
             case int() | float() | Tensor():
@@ -321,8 +321,8 @@ def _checked(scores: Any, rows: int, reduction: str | None) -> Iterator[tuple[st
                 yield name, value if reduction == "sum" or items else 0.0, items
             case _:
                 raise UsageError(
-                    f"The score {name!r} is {score!r:.60}, and not a number; or it comes with a "
-                    "count, and it is not said whether it is a mean or a sum.",
+                    f"The score {name!r} is {shown(score, 60)}, and not a number; or it comes with "
+                    "a count, and it is not said whether it is a mean or a sum.",
                     advice=_ADVICE,
                 )
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.data import Shard
-from paceline.errors import UsageError
+from paceline.errors import UsageError, shown
 from paceline.files import decode, encode
 from paceline.group import find_tensors, gather_bytes, map_tensors
 from paceline.run.evaluation import call, check_rows, join
@@ -123,7 +123,7 @@ class JointLoss:
         value = call(self._loss, embeddings)
         if not isinstance(value, Tensor) or value.numel() != 1:
             raise UsageError(
-                f"The loss of step.joint() is {value!r:.80}, and not a tensor of one element.",
+                f"The loss of step.joint() is {shown(value)}, and not a tensor of one element.",
                 advice="Return the loss of the whole batch.",
             )
         return value

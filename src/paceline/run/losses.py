@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from paceline.errors import PeerError, UsageError
+from paceline.errors import PeerError, UsageError, shown
 from paceline.telemetry import count_text
 
 
@@ -65,7 +65,7 @@ def refuse_backward(step: int, *, is_entered: bool) -> NoReturn:
 
 def refuse_loss(step: int, loss: Any) -> NoReturn:
     """Raise for what is not a loss of one element with a graph."""
-    what = f"is {loss!r:.80}, not a tensor"
+    what = f"is {shown(loss)}, not a tensor"
     if isinstance(loss, Tensor):
         what = "does not depend on any parameter"
         if loss.numel() != 1:
@@ -106,7 +106,8 @@ def refuse_no_loss(step: int, shard: int) -> NoReturn:
     """Raise for a batch without a loss."""
     raise UsageError(
         f"Step {step}: there was no step.backward() for shard {shard}.",
-        advice="Call it once per batch; for a batch that should not count, with items=0.",
+        advice="Call step.backward(loss) once per batch, in place of loss.backward(); for a batch "
+        "that should not count, with items=0.",
     )
 
 
@@ -139,7 +140,7 @@ def read_items(step: int, items: float | Tensor) -> float:
         number = math.nan
     if not 0 <= number < math.inf:
         raise UsageError(
-            f"Step {step}: items is {items!r:.80}; it is how many items the loss is "
+            f"Step {step}: items is {shown(items)}; it is how many items the loss is "
             "a mean or a sum over.",
             advice="Pass the number of samples or tokens, from 0 up.",
         )

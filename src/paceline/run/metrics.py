@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from paceline import env
-from paceline.errors import UsageError
+from paceline.errors import UsageError, shown
 from paceline.group import HostCopy, Membership
 from paceline.policy import NoiseEstimate
 from paceline.run.same_bits import EVERY, hash_state
@@ -93,7 +93,12 @@ class Metrics:
             entry = self._now[name] = _Sum(), _Sum()
         for part, each in zip(entry, (value, count), strict=True):
             if not isinstance(each, Tensor):
-                part.numbers.append(float(each))
+                try:
+                    part.numbers.append(float(each))
+                except (TypeError, ValueError):
+                    raise UsageError(
+                        f"The metric {name!r} is {shown(each)}.", advice="Log one number."
+                    ) from None
             elif each.numel() == 1:
                 part.tensors.append(each.detach())
             else:

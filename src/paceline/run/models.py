@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from paceline.ddp import DistributedDataParallel, Engine, Wrapper
-from paceline.errors import UsageError, did_you_mean
+from paceline.errors import UsageError, did_you_mean, shown
 from paceline.update import WeightAverage, WholeUpdate, load_state
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Models:
                 continue
             if not isinstance(module, nn.Module) or isinstance(module, Wrapper):
                 raise UsageError(
-                    f"The model {name!r} is {module!r:.80}.", advice=f"{_ADVICE} A run wraps them."
+                    f"The model {name!r} is {shown(module)}.", advice=f"{_ADVICE} A run wraps them."
                 )
             if optimizer is not None:
                 optimizers[name] = optimizer
@@ -152,7 +152,7 @@ class Models:
         if value is not None and not isinstance(value, Mapping):
             name = next(iter(trained))
             raise UsageError(
-                f"{what} is {value!r:.60}, and the run has several models.",
+                f"{what} is {shown(value, 60)}, and the run has several models.",
                 advice=f"Pass them by name: {what}={{{name!r}: ...}}.",
             )
         given = value or {}

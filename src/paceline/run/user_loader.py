@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from paceline.data import Generators, Portion, Position, Shard
-from paceline.errors import UsageError
+from paceline.errors import UsageError, shown
 from paceline.files import decode, encode
 from paceline.group import Membership, World, all_gather, find_tensors, gather_bytes
 from paceline.run.forks import let_live, take
@@ -163,7 +163,7 @@ def make_user_loader(loader: Any, world: World) -> Any:
         loader = loader(world)
     if not hasattr(loader, "__iter__"):
         raise UsageError(
-            f"loader is {loader!r:.80}, which cannot be iterated over.",
+            f"loader is {shown(loader)}, which cannot be iterated over.",
             advice="Pass an iterable of batches, or a function that makes one of a World.",
         )
     if isinstance(loader, Iterator):
