@@ -9,7 +9,10 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import re
+import shlex
 import sys
+import warnings
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NoReturn
@@ -94,6 +97,7 @@ class Parser(argparse.ArgumentParser):
         self, args: list[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
         given = sys.argv[1:] if args is None else list(args)
+        self._typed = {argument.partition("=")[0] for argument in given}
         mine, rest = self.split(given)
         parsed, unknown = super().parse_known_args(mine, namespace)
         if self._rest_destination is not None:
@@ -148,9 +152,32 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = message.removesuffix(", ...")  # argparse's name for a script's own arguments
-        text = message[:1].upper() + message[1:]
+        if match := re.fullmatch(r"argument (\S+): (.+)", message, re.DOTALL):
+            message = _explain(self._name(match[1]), match[2])
+        text = message if message.startswith("-") else message[:1].upper() + message[1:]
         text = text if text.endswith((".", "?")) else f"{text}."
         raise UsageError(text, advice=f"See `{self.prog} --help`.")
+
+    def _name(self, spellings: str) -> str:
+        """An argument as it was typed; argparse names all spellings of a flag."""
+        names = spellings.split("/")
+        return next((name for name in names if name in self._typed), names[-1])
+
+
+_KINDS = {"int": "a whole number", "float": "a number"}
+
+
+def _explain(name: str, problem: str) -> str:
+    """A sentence for argparse's words about a value."""
+    if match := re.fullmatch(r"invalid (\w+) value: (.+)", problem, re.DOTALL):
+        return f"{name} is {match[2]}, which is not {_KINDS.get(match[1], 'possible')}."
+    if match := re.fullmatch(r"invalid choice: (.+) \(choose from (.+)\)", problem, re.DOTALL):
+        return f"{name} is {match[1]}: use one of {match[2]}."
+    if problem.startswith("ignored explicit argument"):
+        return f"{name} takes no value."
+    if problem == "expected one argument":
+        return f"{name} needs a value."
+    return f"{name}: {problem}"
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -160,9 +187,16 @@ def _dispatch(arguments: list[str]) -> int:
         return USAGE_ERROR
     name, *rest = arguments
     if name.startswith("-"):
+        known = top._option_string_actions
+        if name.partition("=")[0] not in known and not did_you_mean(name, known):
+            advice = "Flags follow a command, as in `paceline run --workers 2 train.py`."
+            raise UsageError(f"There is no command before {name!r}.", advice=advice)
         top.parse_args([name])
         top.print_help()
         return USAGE_ERROR
+    if name not in COMMANDS and (name.endswith(".py") or os.path.isfile(name)):
+        advice = f"To train with a script: `paceline run {shlex.join(arguments)}`."
+        raise UsageError(f"{name!r} is not a command.", advice=advice)
     if name not in COMMANDS:
         raise UsageError(
             f"There is no command {name!r}.{did_you_mean(name, COMMANDS)}",
@@ -172,7 +206,10 @@ def _dispatch(arguments: list[str]) -> int:
     summary = COMMANDS[name].summary
     parser = Parser(prog=f"paceline {name}", description=f"{summary[0].upper()}{summary[1:]}.")
     module.add_arguments(parser)
-    code: int = module.main(parser.parse_args(rest)) or 0
+    with warnings.catch_warnings():
+        # torch warns on import where NumPy is missing; nothing here needs NumPy.
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+        code: int = module.main(parser.parse_args(rest)) or 0
     return code
 
 

@@ -45,6 +45,7 @@ def uneven(): return nn.Linear(1, 1), (torch.zeros(2), torch.zeros(3)), F.mse_lo
 def rows(): return nn.Linear(1, 1), [torch.zeros(1)] * 9, F.mse_loss
 def frozen(): return nn.ReLU(), (torch.zeros(9), torch.zeros(9)), F.mse_loss
 def needs(size): return None
+def raises(): return {}["rows"]
 def loops(): return nn.Linear(1, 1), iter([]), F.mse_loss
 def strange(): return {"model": nn.Linear(1, 1), "dataset": (torch.zeros(9, 1),) * 2,
                        "loss_fn": F.mse_loss, "kind": "odd"}
@@ -239,12 +240,12 @@ def test_values_of_a_users_model_are_kept_when_asked(
         (["--predict", "-1"], "--predict is -1"),
         (["--weight", "0.wieght"], "Did you mean '0.weight'?"),
         (["--weight", "0.weight[99,0]"], "whose shape is (32, 10)"),
-        (["--engine", "horovod"], "invalid choice"),
-        (["--device", "tpu"], "invalid choice"),
+        (["--engine", "horovod"], "--engine is 'horovod': use one of"),
+        (["--device", "tpu"], "--device is 'tpu': use one of"),
         (["--enigne", "dp"], "Did you mean '--engine'?"),
         (["--step", "2"], "Name a run folder"),
         (["--model", "mine"], "Write it as FILE:function"),
-        (["--model", "no/such.py:make"], "'no/such.py' cannot be imported"),
+        (["--model", "no/such.py:make"], "There is no file 'no/such.py'"),
         (["--model", "no.such:make"], "cannot be imported"),
         (["--folder", "a b"], "cannot be named"),
         (["--folder", "/dev/null/x"], "/dev/null/x"),
@@ -264,6 +265,8 @@ def test_nonsense_is_explained_and_exits_with_2(
     ("function", "words"),
     [
         ("absent", "no function 'absent'"),
+        ("lops", "Did you mean 'loops'?"),
+        ("raises", "KeyError: 'rows'.\nIt was raised at "),
         ("nothing", "returned int"),
         ("unknown", "'dataset'"),
         ("no_model", "The model of"),

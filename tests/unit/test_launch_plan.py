@@ -25,6 +25,7 @@ from paceline.launcher.plan import (
     find_gpus,
     plan_workers,
 )
+from paceline.launcher.run import note_late_workers
 
 
 def options_of(environ: dict[str, str] | None = None, **given: str) -> LaunchOptions:
@@ -346,3 +347,17 @@ def test_every_flag_of_torchrun_is_accepted_in_both_spellings() -> None:
     ours = argparse.ArgumentParser()
     add_flags(ours)
     assert theirs <= set(ours._option_string_actions)
+
+
+def test_workers_that_are_given_to_the_script_are_noticed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given: dict[str, str | None] = {"nproc_per_node": None}
+    for late in (("--workers", "2"), ("--workers=2",), ("--nproc-per-node", "2")):
+        note_late_workers(read_options({}, {}, "train.py", late), given, {})
+        assert late[0].partition("=")[0] in capsys.readouterr().err
+    late = ("--workers", "2")
+    note_late_workers(read_options({}, {}, "train.py", ("--lr", "1")), given, {})
+    note_late_workers(read_options({}, {}, "train.py", late), {"nproc_per_node": "1"}, {})
+    note_late_workers(read_options({}, {}, "train.py", late), given, {"PET_NPROC_PER_NODE": "1"})
+    assert not capsys.readouterr().err

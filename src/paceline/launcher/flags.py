@@ -110,8 +110,8 @@ def workers(text: str) -> str:
         try:
             whole(1, MAX_WORKERS)(text)
         except ValueError as error:
-            words = "or auto, gpu or cpu; XPUs are not supported yet."
-            raise ValueError(f"{str(error)[:-1]}, {words}") from None
+            words = ", or auto, gpu or cpu." + " XPUs are not supported yet." * (text == "xpu")
+            raise ValueError(f"{str(error)[:-1]}{words}") from None
     return text
 
 

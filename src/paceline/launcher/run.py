@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import cached_property, partial
@@ -93,6 +93,7 @@ def main(args: argparse.Namespace) -> int:
     given = {flag.dest: getattr(args, flag.dest) for flag in FLAGS}
     options = read_options(given, os.environ, args.script, tuple(args.script_args))
     check_program(options)
+    note_late_workers(options, given, os.environ)
     with ExitStack() as stack:
         islands: dict[str, str] = {}
         if options.island:
@@ -131,6 +132,20 @@ def check_program(options: LaunchOptions) -> None:
     if not is_there:
         where = f"Looked for it in {os.getcwd()}."
         raise UsageError(f"There is no {kind} {name!r}.", where, advice)
+
+
+def note_late_workers(
+    options: LaunchOptions, given: Mapping[str, str | None], environ: Mapping[str, str]
+) -> None:
+    """Say so if the number of workers follows the script, which is then given it as an argument."""
+    workers = next(flag for flag in FLAGS if flag.dest == "nproc_per_node")
+    late = [a for a in options.arguments if a.partition("=")[0] in workers.names]
+    if late and workers.find(given, environ)[1] == "default":
+        print(
+            f"paceline: {late[0]} follows {options.program}, so it is an argument of that, and one "
+            "worker starts. The launcher's own flags come before the script.",
+            file=sys.stderr,
+        )
 
 
 class LocalRun:

@@ -29,6 +29,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -199,8 +200,11 @@ def main(channel_fd: int, launcher: int) -> None:
     die_with(launcher)
     channel = socket.socket(fileno=channel_fd)
     gc.disable()  # nearly all of what imports make stays: looking through it costs a fifth of them
-    for name in MODULES:
-        __import__(name)
+    with warnings.catch_warnings():
+        # torch warns on import where NumPy is missing; a script that needs it gets an error.
+        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+        for name in MODULES:
+            __import__(name)
     gc.collect()
     channel.send(b"0 0")
     gc.freeze()  # what was imported is not looked at again, so its pages stay shared

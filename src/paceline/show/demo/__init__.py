@@ -12,7 +12,6 @@ import shutil
 import sys
 import tempfile
 import textwrap
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -173,12 +172,8 @@ def main(args: argparse.Namespace) -> int:
         )
     folder = make_folder(args.folder)
     is_printed = not (args.json or args.quiet)
-    with warnings.catch_warnings():
-        # torch says this on import where NumPy is missing; nothing here uses NumPy.
-        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-        outcome = _show(
-            options, folder, print_lines if is_printed else lambda lines: None, kills=args.kill
-        )
+    show = print_lines if is_printed else lambda lines: None
+    outcome = _show(options, folder, show, kills=args.kill)
     if is_printed:
         print_lines(outcome.conclusion())
     elif args.json:

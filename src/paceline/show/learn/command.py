@@ -12,7 +12,6 @@ import signal
 import sys
 import textwrap
 import threading
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,9 +97,7 @@ def _find(name: str | None) -> Lesson | str | None:
 
 def _load(args: argparse.Namespace) -> Lab:
     """The lab; imports torch."""
-    with warnings.catch_warnings(), _ended_by_interrupt():
-        # torch warns once if NumPy is missing; nothing here needs NumPy.
-        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+    with _ended_by_interrupt():
         from paceline.show.learn.lab import Lab
         from paceline.show.learn.runs import LearnOptions
 
@@ -165,7 +162,8 @@ def answer_lines(lab: Lab, answered: list[Answered], width: int) -> Iterator[str
         yield from textwrap.wrap(each.question, width)
         if each.choices:
             yield from textwrap.wrap(f"[{' | '.join(each.choices)}]", width)
-        yield f"  {GOOD} {each.shown}"
+        answer = f"{GOOD} {each.shown}"
+        yield from textwrap.wrap(answer, width, initial_indent="  ", subsequent_indent="    ")
         yield from textwrap.wrap(each.why, width, initial_indent="  ", subsequent_indent="  ")
         yield from (f"    {line}" for line in each.code.splitlines())
         if each.stage:

@@ -10,7 +10,6 @@ import argparse
 import json
 import shutil
 import sys
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
@@ -139,14 +138,11 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _record(args: argparse.Namespace) -> Trace:
-    with warnings.catch_warnings():
-        # torch warns once if NumPy is missing; nothing here needs NumPy.
-        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-        from paceline.show.trace import task
-        from paceline.show.trace.training import trace_task
+    from paceline.show.trace import task
+    from paceline.show.trace.training import trace_task
 
-        made = task.load(args.model, args.seed) if args.model else task.built_in(args.seed)
-        trace = trace_task(made, args)
+    made = task.load(args.model, args.seed) if args.model else task.built_in(args.seed)
+    trace = trace_task(made, args)
     if args.folder is not None:
         write(trace, RunFolder(args.folder).pipeline_of(trace.step))
     return trace

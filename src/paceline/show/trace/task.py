@@ -10,10 +10,12 @@ import importlib.util
 import inspect
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
+from traceback import walk_tb
 from types import ModuleType
 from typing import Any, get_args
 
@@ -23,8 +25,9 @@ from torch.nn import functional as F
 from torch.optim import SGD, Optimizer
 from torch.utils.data import TensorDataset
 
-from paceline.errors import UsageError
+from paceline.errors import PacelineError, UsageError, did_you_mean, summarize
 from paceline.show.trace.prediction import Kind
+from paceline.telemetry import line_of
 
 ROWS, NEW_ROWS, FEATURES, HIDDEN = 1_000, 200, 10, 32
 NOISE = 0.26
@@ -105,20 +108,32 @@ def find_function(target: str) -> Callable[[], Any]:
             f"{target!r} does not name a function.",
             advice="Write it as FILE:function, such as train.py:make, or package.module:make.",
         )
-    function = getattr(_module(place), name, None)
+    module = _module(place)
+    function = getattr(module, name, None)
     if not callable(function):
-        raise UsageError(f"{place!r} has no function {name!r}.")
+        own = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise UsageError(
+            f"{place!r} has no function {name!r}.{did_you_mean(name, own)}",
+            advice="Write one that returns (model, dataset, loss function).",
+        )
     try:
         inspect.signature(function).bind()
     except TypeError:
         advice = "Name a function that can be called without."
         raise UsageError(f"{target!r} needs arguments.", advice=advice) from None
-    return function  # type: ignore[no-any-return]
+
+    def call() -> Any:
+        with _refused(f"{target!r} failed when it was called"):
+            return function()
+
+    return call
 
 
 def _module(place: str) -> ModuleType:
     path = Path(place)
-    try:
+    if path.suffix == ".py" and not path.is_file():
+        raise UsageError(f"There is no file {place!r}.", advice=f"Looked for it in {Path.cwd()}.")
+    with _refused(f"{place!r} cannot be imported"):
         if path.suffix != ".py":
             return import_module(place)
         sys.path.insert(0, str(path.resolve().parent))  # as for a script
@@ -129,10 +144,20 @@ def _module(place: str) -> ModuleType:
         module = sys.modules[name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module
-    except (ImportError, OSError, SyntaxError) as error:
-        raise UsageError(
-            f"{place!r} cannot be imported: {error}.", advice="Name the file as FILE:function."
-        ) from error
+
+
+@contextmanager
+def _refused(what: str) -> Iterator[None]:
+    """Turn an exception of the user's code into an error that says where it was raised."""
+    try:
+        yield
+    except PacelineError:
+        raise
+    except Exception as error:
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        advice = 'The file is imported: start a training only under `if __name__ == "__main__":`.'
+        where = f"It was raised at {line_of(frames[-1])}."
+        raise UsageError(f"{what}: {summarize(error)}.", where, advice) from error
 
 
 def _as_task(made: Any, target: str) -> Task:

@@ -87,10 +87,11 @@ def _check(task: Task, options: Namespace) -> None:
     check_whole("--workers", options.workers)
     check_whole("--epochs", options.epochs, 0)
     if not options.workers <= batch <= rows:
-        raise UsageError(
-            f"--batch is {batch}, which cannot be shared among --workers {options.workers}, or is "
-            f"more than the dataset has: {rows:,} rows."
-        )
+        problem = f"which cannot be shared among --workers {options.workers}"
+        if batch > rows:
+            problem = f"more than the dataset has: {rows:,} rows"
+        advice = f"Pass a number from {options.workers} to {rows}."
+        raise UsageError(f"--batch is {batch}, {problem}.", advice=advice)
     # device_count(), because is_available() initialises CUDA's driver, which then fails in forks.
     if options.device == "cuda" and not torch.accelerator.device_count():
         raise UsageError("--device is cuda, but this machine has none.", advice="Use --device cpu.")
