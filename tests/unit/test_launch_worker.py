@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
+import traceback
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.machinery import SourceFileLoader
@@ -15,10 +17,19 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
-from paceline.errors import summarize
+from paceline.errors import UsageError, summarize
 from paceline.launcher.deaths import read_error
-from paceline.launcher.worker import ALIVE, Instructions, Worker, when_imported, write_error
+from paceline.launcher.worker import (
+    ALIVE,
+    Instructions,
+    Worker,
+    format_error,
+    when_imported,
+    write_error,
+)
+from paceline.run import RunOptions
 
 
 @pytest.fixture
@@ -119,6 +130,19 @@ def test_sockets_of_loaders_lie_in_the_launchers_folder_however_long_its_name(
 class Wordless(RuntimeError):
     def __str__(self) -> str:
         raise ValueError
+
+
+def test_a_traceback_of_an_error_of_ours_leaves_out_the_calls_that_led_to_it() -> None:
+    with pytest.raises(UsageError) as ours:
+        RunOptions(precision="fp8")  # type: ignore[arg-type]
+    assert len(ours.traceback) > 2
+    *_, users, raised = re.findall(r'File "(.*)"', format_error(ours.value))
+    assert users == __file__
+    assert raised.endswith("errors.py")
+    with pytest.raises(RuntimeError) as theirs:
+        torch.nn.Linear(2, 2)(torch.ones(1, 3))
+    shown = format_error(theirs.value)
+    assert shown == "".join(traceback.format_exception(theirs.value))
 
 
 @pytest.mark.parametrize("error", [Wordless(), ValueError("x" * 10**7), ValueError("\x00" * 10**6)])

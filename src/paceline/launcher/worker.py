@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 VARIABLE = "PACELINE_WORKER"
 FAILED, ALIVE, ALONE = b"!", b".", b"1"
@@ -333,7 +333,7 @@ def write_error(path: str, error: BaseException) -> None:
 
     All of it is there or nothing: the launcher may read at any moment.
     """
-    text = shorten("".join(traceback.format_exception(error)))
+    text = shorten(format_error(error))
     words = f"{type(error).__name__}: {message_of(error)}".rstrip(": ")
     record = {
         "message": {
@@ -353,6 +353,24 @@ def write_error(path: str, error: BaseException) -> None:
     with open(os.open(temporary, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w") as file:
         json.dump(record, file)
     os.replace(temporary, path)
+
+
+def format_error(error: BaseException) -> str:
+    """Its traceback. For an error that Paceline raises on purpose, the calls inside torch and
+    Paceline that led to it are left out: the line of the user's code is what matters."""
+    shown: Any = traceback.TracebackException.from_exception(error)
+    torch_file = getattr(sys.modules.get("torch"), "__file__", None) or __file__
+    folders = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch_file)
+    inside = (*(folder + os.sep for folder in folders), "<string>")  # what dataclasses generate
+    each, raised = shown, cast("BaseException | None", error)
+    while each is not None and raised is not None:
+        users = [at for at, call in enumerate(each.stack) if not call.filename.startswith(inside)]
+        if users and "paceline.errors.PacelineError" in _names(raised):
+            del each.stack[users[-1] + 1 : -1]
+        is_caused = each.__cause__ is not None
+        each = each.__cause__ if is_caused else each.__context__
+        raised = raised.__cause__ if is_caused else raised.__context__
+    return "".join(shown.format())
 
 
 def message_of(error: BaseException) -> str:
