@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from paceline.files.run_folder import RunFolder, read_events, read_info
 from paceline.group.world import World
 from paceline.record import read
 from paceline.run import Run, RunOptions
-from paceline.telemetry import find_stopwatch, spans
+from paceline.telemetry import Phase, find_stopwatch, spans
 from paceline.telemetry.stragglers import Blame
 from paceline.testing import run_ranks
 
@@ -224,6 +225,34 @@ def test_who_is_slow_is_written_and_said_with_the_number_of_the_runs_step(
     shown = capsys.readouterr()
     assert shown.out.count(f"Step 6: {BLAME}") == 1
     assert "Worker 1" not in shown.err
+
+
+def test_a_worker_that_computes_more_shards_than_others_is_not_called_slow(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    busy = replace(BLAME, rank=0, phase=Phase.FORWARD, phase_s=0.023, others_phase_s=0.012)
+
+    def body(world: World, finding: Blame) -> None:
+        net = mlp()
+        options = RunOptions(progress="plain")
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        given: dict[str, Any] = {"global_batch": 8, "epochs": 1, "world": world, "shards": 3}
+        run = Run(net, optimizer, Rows(8), **given, options=options)
+        watch = find_stopwatch(world.group)
+        assert watch is not None
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    step.backward(F.cross_entropy(run.model(x), y))
+                if world.rank == 0:
+                    watch.detector._say(finding)
+
+    run_ranks(2, body, busy)
+    said = capsys.readouterr().out
+    assert "is slow" not in said
+    assert "2 of 3 shards" in said
+    run_ranks(2, body, replace(busy, phase_s=0.2))
+    assert "Worker 0 is slow" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("shards", [3, 6])

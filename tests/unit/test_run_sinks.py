@@ -16,7 +16,7 @@ from torch.optim import SGD
 from paceline.errors import UsageError
 from paceline.files import RunInfo
 from paceline.run import Run, RunOptions, Sink, StepReport
-from paceline.telemetry import Message, TerminalSink
+from paceline.telemetry import Message, Summary, TerminalSink
 from paceline.testing import run_ranks
 
 
@@ -134,6 +134,21 @@ def test_a_sink_that_lacks_a_method_is_refused_by_name() -> None:
 
     with pytest.raises(UsageError, match=r"sinks\[1\] .*Half.* step\(\)"):
         go([Told(), Half()])
+
+
+def test_the_rate_of_an_epoch_that_was_resumed_is_that_of_its_own_steps(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sink = TerminalSink("plain", None, draws=True)
+    shape = {"dataset_size": 1000, "steps_per_epoch": 10, "steps": 20, "global_batch": 100}
+    info = RunInfo(name="run", created=0.0, updated=0.0, epochs=2, **shape)  # type: ignore[arg-type]
+    sink.start(info, 9, [])
+    sink.epoch(Summary(0, 10, {"loss": 0.5}, 1.0, 1000))
+    sink.epoch(Summary(1, 20, {"loss": 0.4}, 1.0, 1000))
+    sink.stop(20, "finished", "")
+    first, second = capsys.readouterr().out.split("samples/s\n")[1].splitlines()[:2]
+    assert first.split()[-1] == "100"
+    assert second.split()[-1] == "1,000"
 
 
 def test_a_worker_that_came_late_sums_up_the_whole_run_and_those_who_train(

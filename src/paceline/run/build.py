@@ -246,6 +246,7 @@ def build_run(config: RunConfig) -> RunParts:
     vote = Vote(members, stop)
     vote.is_asked_to_record = watching.is_asked
     progress = RunProgress(position, members.size, shards)
+    watching.shards = shards
     parts = RunParts(
         config=config,
         place=place,

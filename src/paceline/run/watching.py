@@ -29,11 +29,14 @@ from paceline.telemetry import (
     StragglerDetector,
     find_stopwatch,
     register_recorder,
+    seconds_text,
     spans_are_on,
     start_spans,
     stop_spans,
 )
 
+EXPLAINED = 1.25
+"""A worker with twice the shards of others is not slow if it takes up to 2 * 1.25 of their time."""
 LOOK_PERIOD_S = 0.25
 """How often a run looks at most whether a step is to be recorded."""
 
@@ -48,6 +51,8 @@ class Watching:
     """
 
     def __init__(self, config: RunConfig, folder: RunFolder | None, membership: Membership) -> None:
+        self.shards = 1
+        """Into how many the batch is cut when the loop begins."""
         self.lines: list[str] = []
         """What is to be said about it when the loop begins."""
         self._asked = env.read_observation()
@@ -152,7 +157,16 @@ class Watching:
 
     def _report(self, steps: int, blame: Blame) -> None:
         step = steps - 1  # the stopwatch has begun the next one
+        size = self._membership.size
+        own, others = len(range(blame.rank, self.shards, size)), self.shards // size
         blame = replace(blame, rank=self._membership.numbers[blame.rank])
+        text = str(blame)
+        if 0 < others < own and blame.phase_s < EXPLAINED * own / others * blame.others_phase_s:
+            text = (
+                f"Worker {blame.rank} computes {own} of {self.shards} shards, others {others}. All "
+                f"wait for it, {seconds_text(blame.slower_by_s)} in each of the last {blame.steps} "
+                "steps. Use a number of workers that divides the number of shards."
+            )
         facts = {
             "step": step,
             "slow_rank": blame.rank,
@@ -160,7 +174,7 @@ class Watching:
             "slower_by_s": blame.slower_by_s,
             "steps": blame.steps,
         }
-        message = Message(f"Step {step}: {blame}", "warning", "blame", facts)
+        message = Message(f"Step {step}: {text}", "warning", "blame", facts)
         if self._sinks is not None:
             self._sinks.tell("message", message)
 

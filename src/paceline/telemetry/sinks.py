@@ -220,12 +220,17 @@ class TerminalSink:
         self._mode, self._folder, self._draws, self._advice = mode, folder, draws, ""
         self._began = began
         self._progress = Progress(mode, draws=False)  # silent until the run begins
+        self._resumed = 0, 0
+        """The epoch that was begun before, and how many of its samples had been processed."""
 
     def start(self, info: RunInfo, step: int, lines: Sequence[str]) -> None:
         self._progress = Progress(self._mode, draws=self._draws)
         names = ("name", "workers", "epochs", "steps", "steps_per_epoch", "global_batch")
         known = {name: getattr(info, name) for name in names}
         self._progress.start(**known, step=step, lines=[*info.policy, *lines])
+        if info.steps_per_epoch:
+            epoch, done = divmod(step, info.steps_per_epoch)
+            self._resumed = epoch, count_samples(info, done)
         if self._began is not None:
             first, then_s = self._began
             samples = count_samples(info, step) - count_samples(info, first)
@@ -243,7 +248,9 @@ class TerminalSink:
 
     def epoch(self, summary: Summary) -> None:
         epoch, _, metrics, seconds, samples = summary
-        self._progress.epoch(epoch, metrics, seconds=seconds, samples=samples)
+        resumed, before = self._resumed
+        timed = samples - before if epoch == resumed else samples
+        self._progress.epoch(epoch, metrics, seconds=seconds, samples=timed)
 
     def evaluation(self, summary: Summary) -> None:
         self._progress.evaluation(summary.epoch, summary.metrics, step=summary.step)

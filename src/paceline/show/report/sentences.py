@@ -211,7 +211,14 @@ def waiting_verdict(data: RunData) -> str:
     if data.workers == 1:
         return "There was one worker, so there was no waiting for others."
     if data.slow:
-        return " ".join(describe_slow_span(span, data) for span in data.slow[:SPANS_LIMIT])
+        found = [describe_slow_span(span, data) for span in data.slow[:SPANS_LIMIT]]
+        shards = data.info.shards if data.info else 0
+        if shards > data.workers and shards % data.workers:
+            found.append(
+                f"{shards} shards do not divide evenly among {data.workers} workers, so some "
+                "compute one more than others in every step."
+            )
+        return " ".join(found)
     measured = [rank for rank in data.ranks.values() if rank.own_s]
     if len(measured) < 2:
         return "Too few workers have recorded their phases to tell which one was slow."
