@@ -123,7 +123,8 @@ class Lab(Runs):
 
     @property
     def study_table(self) -> list[str]:
-        lines = list(study_lines({**self.study, "check": {"text": ""}, "suggestion": None}))
+        left_out: dict[str, Any] = {"check": {"text": ""}, "suggestion": None, "islands": []}
+        lines = list(study_lines({**self.study, **left_out}))
         return lines[lines.index("") + 1 :]  # without the heading, which is about several studies
 
 
