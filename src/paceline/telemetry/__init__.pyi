@@ -39,7 +39,7 @@ from paceline.telemetry.stopwatch import find_stopwatch as find_stopwatch
 from paceline.telemetry.stopwatch import follow_optimizers as follow_optimizers
 from paceline.telemetry.stopwatch import note_waits as note_waits
 from paceline.telemetry.stragglers import StragglerDetector as StragglerDetector
-from paceline.telemetry.stragglers import line_of as line_of
+from paceline.telemetry.stragglers import line_of_error as line_of_error
 from paceline.telemetry.text import wrapped as wrapped
 from paceline.telemetry.timeline import RankRecording as RankRecording
 from paceline.telemetry.timeline import TraceEvent as TraceEvent

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import takewhile
+from traceback import extract_tb
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -215,18 +216,33 @@ def name_causes(statuses: Sequence[Status], silent: Sequence[int], everyone: Seq
     return f"{who[0].upper()}{who[1:]} {verb} for {'; and for '.join(causes)}."
 
 
-def line_of(frame: FrameType | None) -> str:
-    """The innermost line of the user's code: not torch's, Python's or ours."""
-    folders = [os.path.dirname(os.path.dirname(__file__)), sysconfig.get_path("stdlib"), "<frozen"]
+def _other_folders() -> tuple[str, ...]:
+    """Where code is that is not the user's."""
+    stdlib = sysconfig.get_path("stdlib")
+    folders = [os.path.dirname(os.path.dirname(__file__)), f"{stdlib}{os.sep}", "<frozen"]
     if (torch := sys.modules.get("torch")) is not None and torch.__file__:
         folders.append(os.path.dirname(torch.__file__))
-    innermost = ""
+    return tuple(folders)
+
+
+def line_of_error(error: BaseException) -> str:
+    """The user's line that led to an exception; of code that has ended `line_of` knows nothing."""
+    calls = extract_tb(error.__traceback__)
+    others = _other_folders()
+    users = [call for call in calls if not call.filename.startswith(others)]
+    call = (users or calls)[-1]
+    return f"{call.filename}:{call.lineno} in {call.name}" + (f": {call.line}" if call.line else "")
+
+
+def line_of(frame: FrameType | None) -> str:
+    """The innermost line of the user's code: not torch's, Python's or ours."""
+    folders, innermost = _other_folders(), ""
     while frame is not None:
         path, number = frame.f_code.co_filename, frame.f_lineno
         source = linecache.getline(path, number).strip()[:_LINE_LIMIT_CHARS]
         line = f"{path}:{number} in {frame.f_code.co_name}" + (f": {source}" if source else "")
         # Generated code, such as a dataclass's methods, has no source; a notebook's cell has.
-        if not path.startswith(tuple(folders)) and (source or not path.startswith("<")):
+        if not path.startswith(folders) and (source or not path.startswith("<")):
             return line
         innermost = innermost or line
         frame = frame.f_back

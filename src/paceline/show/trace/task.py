@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
-from traceback import walk_tb
 from types import ModuleType
 from typing import Any, get_args
 
@@ -27,7 +26,7 @@ from torch.utils.data import TensorDataset
 
 from paceline.errors import PacelineError, UsageError, did_you_mean, summarize
 from paceline.show.trace.prediction import Kind
-from paceline.telemetry import line_of
+from paceline.telemetry import line_of_error
 
 ROWS, NEW_ROWS, FEATURES, HIDDEN = 1_000, 200, 10, 32
 NOISE = 0.26
@@ -154,9 +153,8 @@ def _refused(what: str) -> Iterator[None]:
     except PacelineError:
         raise
     except Exception as error:
-        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
         advice = 'The file is imported: start a training only under `if __name__ == "__main__":`.'
-        where = f"It was raised at {line_of(frames[-1])}."
+        where = f"It was raised at {line_of_error(error)}."
         raise UsageError(f"{what}: {summarize(error)}.", where, advice) from error
 
 
