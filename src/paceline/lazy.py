@@ -34,8 +34,9 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
 
     def load(name: str) -> Any:
         if name not in home_by_name:
-            message = f"module {package!r} has no attribute {name!r}"
-            raise AttributeError(message, name=name, obj=module)  # Python then suggests a name
+            raise AttributeError(  # from name and obj Python finds the name that was meant
+                f"module {package!r} has no attribute {name!r}", name=name, obj=module
+            )
         home, original = home_by_name[name]
         # A stub may also import a module: `from paceline.telemetry import spans`.
         is_module = home == package

@@ -161,7 +161,7 @@ def test_buffers_are_as_before_an_evaluation_on_every_worker(size: int) -> None:
 @pytest.mark.parametrize(
     ("scores", "message"),
     [
-        (3.0, "scores are a float"),
+        (3.0, "scores are 3.0"),
         ({"accuracy": "good"}, "and not a number"),
         ({"accuracy": (5, 8)}, r"\(5, 8\)"),
     ],
