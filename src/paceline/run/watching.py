@@ -79,13 +79,13 @@ class Watching:
             if config.options.timeline:
                 self.lines.append("There is no timeline: that needs folder= of Run.")
 
-    def note(self, engine: object, step: int, steps: int | None) -> None:
+    def note(self, engine: object, shards: int, step: int, steps: int | None) -> None:
         """The run continues after `step` steps of all `steps`, which may leave none to record.
 
         Without `steps` it is a stream, whose samples have no numbers. Stages are known of one
         engine only.
         """
-        self._can_record = isinstance(engine, DistributedDataParallel)
+        self.shards, self._can_record = shards, isinstance(engine, DistributedDataParallel)
         if self.trace_step and not self._can_record:
             self._say_why_not(f"{type(engine).__name__} has no stages to record")
         self._dataset = None if steps is None else self._config.dataset
