@@ -340,6 +340,20 @@ def test_a_round_goes_on_without_an_island_that_is_gone_and_it_comes_back_at_the
         second.presence.close()
 
 
+def test_nothing_is_said_of_islands_that_leave_when_no_round_comes_any_more() -> None:
+    """As when a run is stopped, or was complete already: one of them is always the first."""
+    said: list[str] = []
+    with meeting_place(2, said.append) as address:
+        islands = [Island(address, number, 2) for number in range(2)]
+        for each in [island.join(0) for island in islands]:
+            answer(each)
+        for each in [island.meet(5, b"a") for island in islands]:
+            answer(each)
+        for island in islands:
+            island.presence.close()
+    assert said == []
+
+
 def test_an_island_that_misses_a_deadline_is_late_and_has_to_join_again() -> None:
     with meeting_place(2) as address:
         first, second = (Island(address, number, 2) for number in range(2))

@@ -81,6 +81,8 @@ class RoundServer:
         """By island, how many of its workers are connected."""
         self._members: set[int] = set()
         """The islands that take part in rounds."""
+        self._gone: set[int] = set()
+        """The members that have died or left since the last round."""
         self._joining: dict[int, Arrival] = {}
         """By island, its request to join, while that waits."""
         self._answers: dict[int, Answer] = {}
@@ -181,8 +183,8 @@ class RoundServer:
 
     def _remove_island(self, island: int) -> None:
         """The last worker of an island has died or left."""
-        if island in self._members and len(self._members) > 1 and not self._is_over:
-            self._say(f"island {island} is gone; {self._count_rest(island)}.")
+        if island in self._members:
+            self._gone.add(island)
         self._members.discard(island)
         self._joining.pop(island, None)
         self._answers.pop(island, None)
@@ -195,6 +197,7 @@ class RoundServer:
     def _after_loss(self) -> None:
         if not self._members:  # islands that wait to join begin together, as at the start
             self._has_begun, self._begin_by_s = False, None
+            self._gone.clear()
         for round_ in self._rounds.values():
             self._end_if_complete(round_)
         self._changed.notify_all()
@@ -293,6 +296,10 @@ class RoundServer:
     def _end_if_complete(self, round_: Round) -> None:
         if not round_.is_over and round_.sent and self._members <= round_.sent.keys():
             round_.is_over = True
+            # Not before: where a run ends, one island is the first to leave.
+            for island in sorted(self._gone):
+                self._say(f"island {island} is gone; {self._count_rest(island)}.")
+            self._gone.clear()
             self._changed.notify_all()
 
     def _end_round_without(self, round_: Round, timeout_s: float) -> None:
