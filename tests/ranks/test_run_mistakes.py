@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs import QUIET, Rows, mlp, train
+from runs import QUIET, Rows, Told, mlp, train
 from sentences import says
 from torch import nn
 from torch.nn import functional as F
@@ -400,3 +400,16 @@ def test_a_loss_that_reaches_no_parameter_of_the_model_is_refused() -> None:
     with pytest.raises(UsageError, match="Step 1"):
         go_on()
     assert run.step == 0
+
+
+@pytest.mark.parametrize(("t_max", "is_told"), [(2, True), (8, False), (9, False)])
+def test_a_cosine_that_rises_again_within_the_run_is_told(t_max: int, is_told: bool) -> None:
+    told = Told()
+    run_through(
+        None,
+        make_scheduler=lambda optimizer: CosineAnnealingLR(optimizer, t_max),
+        epochs=2,
+        sinks=[told],
+    )
+    lines = [line for _, _, lines in told.of("start") for line in lines]
+    assert any("T_max=8" in line for line in lines) == is_told

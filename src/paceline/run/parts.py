@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from paceline.data import Files, Generators, Plan, Portion, Position
 from paceline.ddp import Audit
@@ -186,6 +187,12 @@ def opening_lines(
         lines.append(f"The model is on the CPU, although this worker has {world.device}.")
     if plan is not None and position.step >= plan.steps:
         lines.append(f"Nothing is left to do: all {plan.steps} steps are applied.")
+    cosine = config.scheduler if type(config.scheduler) is CosineAnnealingLR else None
+    if plan is not None and cosine is not None and cosine.T_max < plan.steps:
+        lines.append(
+            f"CosineAnnealingLR falls for T_max={cosine.T_max} steps, then rises again, and it is "
+            f"stepped once per step. To let it fall all the time pass T_max={plan.steps}."
+        )
     if config.options.noise_every and count_passes(config, shards, world.size) == 1:
         lines.append(_NO_NOISE)
     return lines
