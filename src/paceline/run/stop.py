@@ -370,8 +370,8 @@ class Vote:
         self.asked -= self._told
         *requests, seconds = words.tolist()
         step_s = max(seconds / self._membership.size, 1e-6)
-        # At most doubled: the first steps, or those between two rounds of islands, say little about
-        # how long others take, and nothing is heard before the next vote.
+        # At most doubled: steps in which nothing is waited for say little about how long others
+        # take, and nothing is heard before the next vote.
         wanted = max(1, int(PERIOD_S / step_s))
         self._period = min(MOST_STEPS, 2 * self._period, wanted)
         self.cadence.agree(step, self._period)
