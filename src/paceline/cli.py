@@ -151,7 +151,8 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown flag {name!r}.{did_you_mean(name.replace('_', '-'), known)}")
 
     def error(self, message: str) -> NoReturn:
-        message = message.removesuffix(", ...")  # argparse's name for a script's own arguments
+        for own in ("...", self._rest_destination):  # argparse's name for a script's own arguments
+            message = message.removesuffix(f", {own}")
         if match := re.fullmatch(r"argument (\S+): (.+)", message, re.DOTALL):
             message = _explain(self._name(match[1]), match[2])
         text = message if message.startswith("-") else message[:1].upper() + message[1:]
