@@ -69,6 +69,8 @@ class RunState:
         self.loaders: list[Any] | None = None
         """The states of all workers' loaders, where they have any."""
         self.resume: Resume | None = None
+        self._goes_back = False
+        """Whether what is loaded may be from before the script has added groups."""
 
     def begin(self) -> list[str]:
         """The loop begins: what else steps the model, and is in no checkpoint, is refused; what to
@@ -133,7 +135,8 @@ class RunState:
             self._exchanged.withdraw()
 
     def forget(self) -> None:
-        """Another state is about to be loaded, whatever has become of this one."""
+        """An earlier state is about to be loaded, whatever has become of this one."""
+        self._goes_back = True
         if self._exchanged is not None:
             self._exchanged.forget()
         self._update.abandon()
@@ -175,6 +178,9 @@ class RunState:
         there = state.get("optimizer_params", here)
         if there[: len(here)] == here and self._add_groups(saved, there[len(here) :]):
             return saved
+        if self._goes_back and here[: len(there)] == there:
+            self._drop_groups(len(there))
+            return saved
         if list(map(sorted, there)) != list(map(sorted, here)):
             counts = [[len(group) for group in groups] for groups in (there, here)]
             raise UsageError(
@@ -209,6 +215,14 @@ class RunState:
             params = [param_by_name[name] for name in group]
             optimizer.add_param_group({**settings, "params": params})
         return True
+
+    def _drop_groups(self, first: int) -> None:
+        """Take away groups that the script has added since; it does so again, in the same step."""
+        optimizer = self._parts["optimizer"]
+        for group in optimizer.param_groups[first:]:
+            for param in group["params"]:
+                optimizer.state.pop(param, None)
+        del optimizer.param_groups[first:]
 
     def check_savable(self) -> None:
         """Raise now if something can never be saved, and not after hours of training."""
