@@ -46,7 +46,7 @@ def test_what_lacks_a_member_is_refused_by_name(name: str) -> None:
     [
         (nn.Linear(1, 1), r"has no module, membership, identity, has_news, begin_step\(\)"),
         (None, "engine.* None, which has no module"),
-        (Complete, "a class"),
+        (Complete, "class Complete"),
         (type("Odd", (Complete,), {"weigh": 1.0})(), r"has no weigh\(\)"),
     ],
 )

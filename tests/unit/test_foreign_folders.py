@@ -264,7 +264,7 @@ def test_an_index_that_lies_is_one_clear_error(index: str, words: str, tmp_path:
         (["a.pt", "out.safetensors", "--all"], "more than weights"),
         (["a.pt", "out.pt", "--all", "--prefix", "module."], "more than weights"),
         (["hf", "out.pt", "--step", "3"], "which has one step"),
-        (["a.pt", "out", "--as", "onnx"], "invalid choice"),
+        (["a.pt", "out", "--as", "onnx"], "'onnx'"),
     ],
 )
 def test_a_mistake_is_explained(

@@ -414,9 +414,13 @@ def replace_file(path: Path, parts: Iterable[str]) -> None:
 
 
 def write_output(path: Path, parts: Iterable[str]) -> None:
-    """Atomically write a file that the user has named; a UsageError says why that fails."""
+    """Write a file that the user has named, a plain one atomically; a UsageError if it fails."""
     try:
-        replace_file(path, parts)
+        if path.exists() and not path.is_file():  # such as /dev/stdout, which root could replace
+            with open(path, "w", encoding="utf-8") as stream:
+                stream.writelines(parts)
+        else:
+            replace_file(Path(os.path.realpath(path)), parts)
     except OSError as error:
         raise UsageError(
             f"{path} cannot be written: {error.strerror}.", advice="Name another file."
