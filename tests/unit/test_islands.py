@@ -232,9 +232,6 @@ def test_what_islands_save_is_the_time_of_the_exchange() -> None:
     assert says(slow.sentence, "136.0 MB", "68.0 MB", "Islands pay")
     fast = forecast_islands(step_s=0.15, parameters=34e6, bytes_per_s=10e9)
     assert (fast.pays, says(fast.sentence, "do not pay")) == (False, True)
-    overlapped = Islands(bits=8, fragments=3, delay=9)
-    hidden = forecast_islands(step_s=9.0, parameters=34e6, bytes_per_s=2.5e6, options=overlapped)
-    assert hidden.apart_s == 9.0
     four = forecast_islands(step_s=0.15, parameters=34e6, bytes_per_s=2.5e6, islands=4)
     assert four.apart_s == pytest.approx(0.15 + (3 + 9) * 68 / 2.5 / 30)
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from paceline.islands.options import BLOCK, SCALE_BYTES
+BLOCK, SCALE_BYTES = 1024, 4
+"""With 8 bits, how many values share a scale, and the scale's bytes."""
 
 
 def pack(values: Tensor, bits: int) -> Tensor:

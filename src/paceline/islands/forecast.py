@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.errors import UsageError, check_whole
-from paceline.islands.options import BLOCK, SCALE_BYTES, Islands
+from paceline.islands.options import Islands
 from paceline.telemetry import bytes_text, seconds_text
 
 PAYS_FROM = 1.2
@@ -27,7 +27,7 @@ class Forecast:
     """A step of the same samples, computed both ways."""
 
     islands: int
-    options: Islands
+    options: Islands = SUGGESTED
     step_bytes: float
     """What a worker sends in a step with summed gradients."""
     round_bytes: float
@@ -66,13 +66,7 @@ class Forecast:
     @property
     def settings(self) -> str:
         """The options as code, to pass to a run."""
-        chosen = self.options
-        text = f"every={chosen.every}, bits={chosen.bits}"
-        if not chosen.momentum_rises:
-            text += f", lr={chosen.outer_lr:g}, momentum={chosen.momentum_at(1.0):g}"
-        if chosen.fragments > 1 or chosen.delay:
-            text += f", fragments={chosen.fragments}, delay={chosen.delay}"
-        return f"Islands({text})"
+        return f"Islands(every={self.options.every}, bits={self.options.bits})"
 
 
 def forecast_islands(
@@ -82,7 +76,6 @@ def forecast_islands(
     bytes_per_s: float,
     latency_s: float = 0.0,
     islands: int = 2,
-    options: Islands = SUGGESTED,
     exchange_s: float | None = None,
 ) -> Forecast:
     """Compare both ways for `parameters` in fp32 and a step that takes `step_s` to compute.
@@ -101,18 +94,14 @@ def forecast_islands(
     step_bytes = 2 * others / islands * 4 * parameters
     if exchange_s is None:
         exchange_s = 2 * others * latency_s + step_bytes / bytes_per_s
-    each = 4.0 if options.bits == 32 else 2.0 if options.bits == 16 else 1.0 + SCALE_BYTES / BLOCK
-    round_bytes = each * parameters
+    round_bytes = SUGGESTED.bits / 8 * parameters
     # Into the meeting place, and out again to each of the others.
-    one_s = (others + others * others) * round_bytes / options.fragments / bytes_per_s
-    one_s += 2 * latency_s
-    exposed_s = options.fragments * max(0.0, one_s - options.delay * step_s)
+    round_s = (others + others * others) * round_bytes / bytes_per_s + 2 * latency_s
     return Forecast(
         islands=islands,
-        options=options,
         step_bytes=step_bytes,
         round_bytes=round_bytes,
         bytes_per_s=bytes_per_s,
         together_s=step_s + exchange_s,
-        apart_s=step_s + exposed_s / options.every,
+        apart_s=step_s + round_s / SUGGESTED.every,
     )

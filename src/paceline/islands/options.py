@@ -16,8 +16,6 @@ from typing import Literal
 from paceline.errors import UsageError, check_choice, check_whole, refuse_unknown_arguments
 
 RISES_TO, RISING_LR = 0.85, 0.9
-BLOCK, SCALE_BYTES = 1024, 4
-"""With 8 bits, how many values share a scale, and the scale's bytes."""
 
 
 @refuse_unknown_arguments()
