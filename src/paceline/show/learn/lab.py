@@ -63,10 +63,10 @@ class Lab(Runs):
         """Fewer rows than devices."""
         return self.workers - 1
 
-    def draw(self, place: Sequence[str], width: int = WIDTH, plain: bool = False) -> list[str]:
+    def draw(self, place: Sequence[str], width: int = WIDTH) -> list[str]:
         """Draw one stage of a recorded step; `place` names both."""
         trace, stage = place
-        return draw_stage(getattr(self, trace), stage, width=width, plain=plain)
+        return draw_stage(getattr(self, trace), stage, width=width)
 
     @property
     def updates(self) -> list[int]:

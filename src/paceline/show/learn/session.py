@@ -20,10 +20,9 @@ from paceline.show.learn.lessons import LESSONS, PROBLEMS, Lesson, OpenQuestion
 from paceline.show.learn.question import Answered, Question
 from paceline.show.learn.saved import Prediction, ProgressFile, Score
 from paceline.show.trace.command import Printer
-from paceline.show.trace.drawing import BAD, GOOD, WIDTH, wrap
+from paceline.show.trace.drawing import BAD, GOOD, HERE, WIDTH, wrap
 from paceline.telemetry import count_text, seconds_text
 
-MARK, PLAIN_MARK = "  » ", "  > "
 INDENT = "  "
 SHORT_S = 0.01
 
@@ -155,11 +154,9 @@ class Session:
             self.say(f"(run just now in {seconds_text(answered.seconds)})", INDENT)
 
     def _stage(self, answered: Answered) -> Iterable[str]:
-        lines = self.lab.draw(answered.stage or (), self.screen.width, self.screen.is_plain)
-        mark = PLAIN_MARK if self.screen.is_plain else MARK
-        for line in lines:
-            is_marked = line.startswith("    ") and any(each in line for each in answered.mark)
-            yield mark + line[4:] if is_marked and line[4] in "│|" else line
+        for line in self.lab.draw(answered.stage or (), self.screen.width):
+            is_marked = line.startswith("    │") and any(each in line for each in answered.mark)
+            yield f"  {HERE} {line[4:]}" if is_marked else line
 
     def wait_for_enter(self, answered: Answered) -> None:
         """Wait for Enter; on request show the code, or save it."""

@@ -18,7 +18,7 @@ from paceline.errors import UsageError, WireError, check_whole
 from paceline.files import RunFolder, write_output
 from paceline.record import Trace, read, to_json, write
 from paceline.show.trace.card import draw_card
-from paceline.show.trace.drawing import WIDTH, draw, finish, paint, title_of
+from paceline.show.trace.drawing import WIDTH, draw, paint, title_of, to_ascii
 from paceline.telemetry import read_terminal
 
 NARROWEST, WIDEST = 40, 160
@@ -87,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(to_json(trace), allow_nan=False))
     else:
-        lines = draw(trace, width=screen.width, plain=screen.is_plain)
+        lines = draw(trace, width=screen.width)
         screen.show(lines if args.recorded else lines[1:])
     check = trace.check
     return int(check is not None and False in (check.is_same, check.is_equal_on_all))
@@ -115,7 +115,8 @@ class Printer:
 
     def show(self, lines: Iterable[str]) -> None:
         """Print lines; with `--step-by-step`, wait for Enter at empty lines, which end a stage."""
-        for line in finish([*lines], sys.maxsize, self.is_plain):
+        for line in lines:
+            line = (to_ascii(line) if self.is_plain else line).rstrip()
             if not line and self._waits:
                 try:
                     input("    Enter: the next stage. ")

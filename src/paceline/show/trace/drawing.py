@@ -1,7 +1,7 @@
 """A recorded step as text: boxes for what each worker has, lines for where it goes.
 
-Pure functions: a `Trace` in, lines out, none wider than `width`. `plain` is ASCII only; `paint`
-adds colours afterwards, so that widths are those of the text. A row of `n` boxes divides the width
+Pure functions: a `Trace` in, lines out, none wider than `width`. `to_ascii` and `paint` change them
+afterwards, so that widths are those of the text. A row of `n` boxes divides the width
 evenly, so the lines between two rows depend only on their numbers of boxes.
 """
 
@@ -45,10 +45,10 @@ MOST_BUCKETS, MOST_NUMBERS, MOST_ITEMS, MOST_EXTENTS, MOST_LETTERS = 5, 4, 1000,
 DATA_STAGES = {"data", "batch", "split", "forward", "gather"}
 """Stages that show a tensor's dtype and size; others show its name."""
 
-SAMPLE, WEIGHT, GOOD, BAD, BAR = "●", "◆", "✓", "✗", "█"
+SAMPLE, WEIGHT, GOOD, BAD, BAR, HERE = "●", "◆", "✓", "✗", "█", "»"
 BAR_WIDTH, NARROW = 10, 70
 _PLAIN = {
-    **{ord(fine): plain for fine, plain in zip("┌┐└┘┬┴┼─│▼●◆█", "+++++++-|v*##", strict=True)},
+    **{ord(fine): plain for fine, plain in zip("┌┐└┘┬┴┼─│▼●◆█»", "+++++++-|v*##>", strict=True)},
     ord(GOOD): "ok",
     ord(BAD): "NO",
 }
@@ -78,7 +78,12 @@ def paint(line: str) -> str:
     return line
 
 
-def draw(trace: Trace, *, width: int = WIDTH, plain: bool = False) -> list[str]:
+def to_ascii(line: str) -> str:
+    """A line without characters beyond ASCII, for terminals that cannot show them."""
+    return line.translate(_PLAIN).encode("ascii", "replace").decode()
+
+
+def draw(trace: Trace, *, width: int = WIDTH) -> list[str]:
     """The whole picture: heading, stages, followed values, check, training, prediction.
 
     Every part begins with an empty line.
@@ -95,27 +100,19 @@ def draw(trace: Trace, *, width: int = WIDTH, plain: bool = False) -> list[str]:
         lines += ["", *training_lines(trace.training, width)]
     if trace.prediction is not None:
         lines += ["", *_prediction(trace.prediction, width), *_follow_prediction(trace, width)]
-    return finish(lines, width, plain)
-
-
-def finish(lines: Sequence[str], width: int, plain: bool) -> list[str]:
-    """Cut lines to the width, and convert them to ASCII if `plain`."""
-    if plain:
-        lines = [line.translate(_PLAIN).encode("ascii", "replace").decode() for line in lines]
     return [_cut(line.rstrip(), width) for line in lines]
 
 
-def draw_stage(trace: Trace, name: str, *, width: int = WIDTH, plain: bool = False) -> list[str]:
+def draw_stage(trace: Trace, name: str, *, width: int = WIDTH) -> list[str]:
     """One stage alone."""
     trace = bounded(trace)
     shown = _shown_workers(trace, width)
-    lines = [
-        line
+    return [
+        _cut(line.rstrip(), width)
         for number, stage in enumerate(trace.stages, start=1)
         if stage.name == name
         for line in _stage(trace, stage, number, _boxes(trace, stage, shown, width), 0, width)
     ]
-    return finish(lines, width, plain)
 
 
 def title_of(engine: str) -> str:
@@ -438,5 +435,5 @@ def bounded(value: Any) -> Any:
 
 
 def _takes_one_place(char: str) -> bool:
-    is_narrow = unicodedata.east_asian_width(char) not in "WF"
+    is_narrow = unicodedata.east_asian_width(char) not in "WF" and char not in GOOD + BAD
     return char.isprintable() and is_narrow and not unicodedata.combining(char)
