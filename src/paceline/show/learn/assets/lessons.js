@@ -78,22 +78,10 @@ function RecordedStage({ data, place: [name, stageName], mark }) {
     number = trace.stages.findIndex((stage) => stage.name === stageName),
     stage = trace.stages[number];
   if (!stage) return null;
-  const stops = trace.sample ? trace.sample.stops : [];
   const mostRows = Math.max(1, trace.batch_rows);
   return html`<div class="stage now recorded">
     <div class="stage-picture">
-      <div class="boxes">
-        ${rowsOf(trace)[number].map((part) => {
-          const isFollowed = stops.some(
-            (stop) => stop.stage === stage.name && stop.worker === part.worker,
-          );
-          const shape = part.tensors.length ? shapeOf(part.tensors[0]).replaceAll("×", "x") : "";
-          const isMarked = mark.some((each) => shape.startsWith(each));
-          return html`<div class=${isMarked ? "marked" : ""}>
-            <${Box} ...${{ part, mostRows, isFollowed }} />
-          </div>`;
-        })}
-      </div>
+      <${Boxes} ...${{ trace, stage, mostRows, mark }} row=${rowsOf(trace)[number]} />
     </div>
     <${StageWords} ...${{ trace, stage }} number=${number + 1} />
   </div>`;
@@ -271,13 +259,7 @@ function LessonPanel({ data, lesson, number, note }) {
     <h2 id=${lesson.name + "-title"}><span class="ordinal">${number}</span>${lesson.title}</h2>
     <p class="lead">${lesson.introduction}</p>
     <div class="controls">
-      <button type="button" class="back" aria-label="Previous question" onClick=${() => go(now - 1)}>
-        ◀
-      </button>
-      <span class="place" role="status">${place}</span>
-      <button type="button" class="next" aria-label="Next question" onClick=${() => go(now + 1)}>
-        ▶
-      </button>
+      <${Steps} names=${["Previous question", "Next question"]} ...${{ place, now, go }} />
     </div>
     ${lesson.questions.map(
       (question, i) =>
@@ -293,7 +275,8 @@ function LessonPanel({ data, lesson, number, note }) {
 function Cards({ data, cards }) {
   const [now, setNow] = useState(0),
     [isTurned, setTurned] = useState(false);
-  const question = cards[now];
+  const question = cards[now],
+    place = `Card ${now + 1} of ${cards.length}`;
   const go = (index) => {
     setNow((index + cards.length) % cards.length);
     setTurned(false);
@@ -309,13 +292,7 @@ function Cards({ data, cards }) {
     <h2 id="cards-title">Cards</h2>
     <p class="lead">Say the answer, then turn the card. Arrow keys go to the next and the previous one.</p>
     <div class="controls">
-      <button type="button" class="back" aria-label="Previous card" onClick=${() => go(now - 1)}>
-        ◀
-      </button>
-      <span class="place" role="status">Card ${now + 1} of ${cards.length}</span>
-      <button type="button" class="next" aria-label="Next card" onClick=${() => go(now + 1)}>
-        ▶
-      </button>
+      <${Steps} names=${["Previous card", "Next card"]} ...${{ place, now, go }} />
     </div>
     <button
       type="button"
@@ -397,11 +374,9 @@ function PipelinePanel({ data }) {
   return html`<section id="pipeline" aria-labelledby="pipeline-title">
     <h2 id="pipeline-title">One batch, stage by stage</h2>
     <p class="lead">${aboutOf(trace)}</p>
-    ${trace.check && html`<${Check} trace=${trace} check=${trace.check} />`}
-    <${Stepper} trace=${trace} />
-    ${trace.training && html`<${LearningPanel} epochs=${trace.training.epochs} />`}
-    ${trace.training && html`<${Training} ...${trace.training} />`}
-    ${trace.prediction && html`<${Prediction} ...${trace.prediction} />`}
+    <${Recording} trace=${trace}>
+      ${trace.training && html`<${LearningPanel} epochs=${trace.training.epochs} />`}
+    <//>
   </section>`;
 }
 
@@ -414,32 +389,18 @@ function drawn([name, attributes, text, inside]) {
 function Review({ questions, results }) {
   const told = questions.filter((question) => question.name in results);
   told.sort((a, b) => results[a.name].isRight - results[b.name].isRight);
+  const rows = told.map(({ name, question, shown }) => [
+    html`<a href=${"#q-" + name}>${question}</a>`,
+    (results[name].isRight ? "✓ " : "") + results[name].typed,
+    shown,
+  ]);
+  const head = ["Question", "You", "Found"];
   return html`<section id="review" aria-labelledby="review-title">
     <h2 id="review-title">Your answers and the results</h2>
-    ${told.length === 0 && html`<p class="lead">Every question that you answer appears here.</p>`}
     ${
-      told.length > 0 &&
-      html`<div class="wide" tabindex="0" role="region" aria-label="Your predictions">
-        <table>
-          <thead>
-            <tr>
-              <th scope="col">Question</th>
-              <th scope="col">You</th>
-              <th scope="col">Found</th>
-            </tr>
-          </thead>
-          <tbody>
-            ${told.map(
-              (each) =>
-                html`<tr>
-                  <td><a href=${"#q-" + each.name}>${each.question}</a></td>
-                  <td>${(results[each.name].isRight ? "✓ " : "") + results[each.name].typed}</td>
-                  <td>${each.shown}</td>
-                </tr>`,
-            )}
-          </tbody>
-        </table>
-      </div>`
+      rows.length > 0
+        ? html`<${Table} caption="Your predictions" ...${{ head, rows }} words=${[0, 1, 2]} />`
+        : html`<p class="lead">Every question that you answer appears here.</p>`
     }
   </section>`;
 }
@@ -450,11 +411,7 @@ function LessonsPage({ data }) {
     setResults((before) => ({ ...before, [name]: { isRight, typed } }));
   const questions = data.lessons.flatMap((lesson) => lesson.questions),
     done = questions.filter((each) => each.is_sure && each.name in results);
-  useLayoutEffect(() => {
-    setStops();
-    root.dataset.ready = "true";
-  }, []);
-  const places = [
+  const links = [
     ...data.lessons.map(({ name, title }) => [name, title]),
     ["challenge", "Five problems"],
     ["cards", "Cards"],
@@ -462,24 +419,12 @@ function LessonsPage({ data }) {
     ["review", "Your answers and the results"],
   ];
   const right = done.filter((each) => results[each.name].isRight).length;
-  return html`<header class="top">
-      <div class="top-inner">
-        <span class="brand">Paceline</span>
-        <div class="summary">
-          <b>Lessons</b><span>${done.length} of ${questions.length} answered</span
-          ><span>${right} right</span>
-        </div>
-        <${Theme} />
-      </div>
-    </header>
-    <div class="columns">
-      <nav class="side" aria-label="Lessons">
-        <ul>
-          ${places.map(([name, title]) => html`<li><a href=${"#" + name}>${title}</a></li>`)}
-        </ul>
-      </nav>
-      <div class="content">
-    <main id="main">
+  const summary = html`<b>Lessons</b><span>${done.length} of ${questions.length} answered</span
+    ><span>${right} right</span>`;
+  const footer = html`Made by paceline ${data.version} on ${moment(data.made)}. This file is complete:
+    it needs no network and sends nothing. Another seed, batch or number of workers makes other
+    questions: <code>paceline learn --html FILE --seed 7 --workers 3</code>.`;
+  return html`<${Frame} label="Lessons" ...${{ summary, links, footer }}>
       <section id="overview" aria-label="Overview">
         <h1>Data parallelism, by running it</h1>
         <div class="picture">${drawn(data.picture)}</div>
@@ -504,16 +449,7 @@ function LessonsPage({ data }) {
       <${Cards} data=${data} cards=${questions} />
       <${PipelinePanel} data=${data} />
       <${Review} ...${{ questions, results }} />
-    </main>
-    <footer>
-      <p>
-        Made by paceline ${data.version} on ${moment(data.made)}. This file is complete: it needs no
-        network and sends nothing. Another seed, batch or number of workers makes other questions:
-        <code>paceline learn --html FILE --seed 7 --workers 3</code>.
-      </p>
-    </footer>
-      </div>
-    </div>`;
+    <//>`;
 }
 
 render(

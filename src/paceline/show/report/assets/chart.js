@@ -263,24 +263,23 @@ function saveCsv(title, xLabel, curves) {
   URL.revokeObjectURL(link.href);
 }
 
-function Chart(props) {
-  const {
-    title,
-    curves,
-    say = figure,
-    said = "",
-    xLabel = "step",
-    log = false,
-    yLog = false,
-    zero = false,
-    marks = null,
-    ticks = null,
-    height = 212,
-    range: fixed = null,
-    legend = curves.length > 1,
-    group = null,
-    smoothing = SMOOTHING,
-  } = props;
+function Chart({
+  title,
+  curves,
+  say = figure,
+  said = "",
+  xLabel = "step",
+  log = false,
+  yLog = false,
+  zero = false,
+  marks = null,
+  ticks = null,
+  height = 212,
+  range: fixed = null,
+  legend = curves.length > 1,
+  group = null,
+  smoothing = SMOOTHING,
+}) {
   const box = useRef(null),
     holder = useRef(null),
     tip = useRef(null),
@@ -294,7 +293,8 @@ function Chart(props) {
   const key = JSON.stringify([shape, log, yLog, height]);
   // A new plot is made only for other curves or another scale; new points are added to the existing one.
   useEffect(() => {
-    view.current = chartView(props, { box, holder, tip }, () => now.current, setShown);
+    const fixedOptions = { curves, xLabel, group, log, yLog, marks, height };
+    view.current = chartView(fixedOptions, { box, holder, tip }, () => now.current, setShown);
     return view.current.end;
   }, [key]);
   const isNew = useRef(true);
@@ -337,16 +337,13 @@ function Chart(props) {
 }
 
 // One plot, as long as its curves are the same: `now()` returns its current data.
-function chartView(props, { box, holder, tip }, now, setShown) {
-  const { xLabel = "step", log = false, yLog = false, marks = null, height = 212, group } = props;
+function chartView(options, { box, holder, tip }, now, setShown) {
+  const { xLabel, yLog, height } = options;
   const place = holder.current;
   const data = () => layersOf(now().curves, yLog, now().smoothing);
   const on = { cursor: showTip, select, unzoom: () => setShown(null) };
   const plot = new uPlot(
-    {
-      ...chartOptions({ curves: props.curves, xLabel, group, log, yLog, marks, height }, now, on),
-      width: place.clientWidth,
-    },
+    { ...chartOptions(options, now, on), width: place.clientWidth },
     data(),
     place,
   );

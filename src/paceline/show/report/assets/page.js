@@ -70,10 +70,6 @@ class Safe extends preact.Component {
     return data !== this.props.data || error !== this.state.error;
   }
 
-  componentDidUpdate() {
-    setStops();
-  }
-
   render({ Panel, data }, { error, failed }) {
     return error && failed === data
       ? html`<p class="verdict bad">This cannot be drawn: ${error.message}</p>`
@@ -136,58 +132,30 @@ function Section({ name, Panel, title, lead, data }) {
 function Page({ data, sections = SECTIONS, drawn = sections.length, Head = Overview, ...rest }) {
   const shown = sections.filter(([name]) => data[name]),
     absent = sections.filter(([name, , , , why]) => !data[name] && why),
-    { summary, children } = rest;
-  useLayoutEffect(() => {
-    setStops();
-    root.dataset.ready = "true";
-  }, []);
-  return html`<header class="top">
-      <div class="top-inner">
-        <span class="brand">Paceline</span>
-        <div class="summary">${summary}</div>
-        <${Theme} />
-      </div>
-    </header>
-    <div class="columns">
-      <nav class="side" aria-label="Sections">
+    links = [["overview", "Overview"], ...shown.map((each) => [each[0], titleFor(each, data)])];
+  return html`<${Frame} label="Sections" links=${links} ...${rest}>
+    <${Safe} Panel=${Head} data=${data.overview || data} />
+    ${shown.slice(0, drawn).map(
+      (each) =>
+        html`<${Section}
+          key=${each[0]}
+          name=${each[0]}
+          Panel=${each[1]}
+          title=${titleFor(each, data)}
+          lead=${each[3]}
+          data=${data[each[0]]}
+        />`,
+    )}
+    ${
+      absent.length > 0 &&
+      html`<section id="absent" aria-labelledby="absent-title">
+        <h2 id="absent-title">Not recorded</h2>
         <ul>
-          <li><a href="#overview">Overview</a></li>
-          ${shown.map(
-            (each) => html`<li><a href=${"#" + each[0]}>${titleFor(each, data)}</a></li>`,
-          )}
+          ${absent.map(([, , title, , why]) => html`<li><b>${title}</b>: ${why}</li>`)}
         </ul>
-      </nav>
-      <div class="content">
-        <main id="main">
-          <${Safe} Panel=${Head} data=${data.overview || data} />
-          ${shown.slice(0, drawn).map(
-            (each) =>
-              html`<${Section}
-                key=${each[0]}
-                name=${each[0]}
-                Panel=${each[1]}
-                title=${titleFor(each, data)}
-                lead=${each[3]}
-                data=${data[each[0]]}
-              />`,
-          )}
-          ${
-            absent.length > 0 &&
-            html`<section id="absent" aria-labelledby="absent-title">
-              <h2 id="absent-title">Not recorded</h2>
-              <ul>
-                ${absent.map(
-                  ([, , title, , why]) => html`<li><b>${title}</b>: ${why}</li>`,
-                )}
-              </ul>
-            </section>`
-          }
-        </main>
-        <footer>
-          <p>${children}</p>
-        </footer>
-      </div>
-    </div>`;
+      </section>`
+    }
+  <//>`;
 }
 
 function Report({ data }) {
@@ -195,11 +163,10 @@ function Report({ data }) {
     summary = html`<b>${data.name}</b
       >${data.status && html`<span class=${"badge " + data.status}>${data.status}</span>`}${facts.map(
         (each) => html`<span>${each}</span>`,
-      )}`;
-  return html`<${Page} data=${data} summary=${summary}>
-    Made by paceline ${data.version} on ${moment(data.made)} from ${data.folder}. This file is
-    complete: it needs no network and sends nothing.
-  <//>`;
+      )}`,
+    footer = html`Made by paceline ${data.version} on ${moment(data.made)} from ${data.folder}. This
+    file is complete: it needs no network and sends nothing.`;
+  return html`<${Page} ...${{ data, summary, footer }} />`;
 }
 
 // A page without a document, such as the live page, is drawn by the script that receives one.

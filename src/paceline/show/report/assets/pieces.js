@@ -122,8 +122,36 @@ function Theme() {
   </button>`;
 }
 
+// The frame of a page: a line that stays visible, links to the sections, and the sections themselves.
+function Frame({ label, summary, links, footer, children }) {
+  useLayoutEffect(() => {
+    root.dataset.ready = "true";
+  }, []);
+  return html`<header class="top">
+      <div class="top-inner">
+        <span class="brand">Paceline</span>
+        <div class="summary">${summary}</div>
+        <${Theme} />
+      </div>
+    </header>
+    <div class="columns">
+      <nav class="side" aria-label=${label}>
+        <ul>
+          ${links.map(([name, title]) => html`<li><a href=${"#" + name}>${title}</a></li>`)}
+        </ul>
+      </nav>
+      <div class="content">
+        <main id="main">${children}</main>
+        <footer>
+          <p>${footer}</p>
+        </footer>
+      </div>
+    </div>`;
+}
+
 // Elements that several panels use.
 function Table({ caption, head, rows, words = [0] }) {
+  useLayoutEffect(setStops);
   const look = (column) => (words.includes(column) ? "" : "number");
   return html`<div class="scroll" role="region" aria-label=${caption}>
     <table>
@@ -196,6 +224,24 @@ function Bar({ pieces }) {
       >`;
     })}
   </svg>`;
+}
+
+// Buttons to the previous and the next of several things; without `last` these are a circle.
+function Steps({ names, place, now, last, go }) {
+  const button = (look, label, sign, goal) =>
+    html`<button
+      type="button"
+      class=${look}
+      aria-label=${label}
+      title=${label}
+      disabled=${isNumber(last) && (goal < 0 || goal > last)}
+      onClick=${() => go(goal)}
+    >
+      ${sign}
+    </button>`;
+  return html`${button("back", names[0], "◀", now - 1)}
+    <span class="place" role="status">${place}</span>
+    ${button("next", names[1], "▶", now + 1)}`;
 }
 
 function Note({ children }) {

@@ -93,19 +93,34 @@ function Glyph({ shape, mostRows }) {
   </svg>`;
 }
 
-function Box({ part, mostRows, isFollowed }) {
+function Box({ part, mostRows, isFollowed, isMarked }) {
   const [first, ...others] = part.tensors;
   const isSingle = first && first.first && first.first.length && !first.shape.length;
   const shown = first ? (isSingle ? figure(first.first[0]) : shapeOf(first)) : part.text;
   const took = isNumber(part.seconds) && duration(part.seconds);
   const small = others.length ? "and " + others.length + " more" : took;
-  return html`<div class=${"box look-" + part.look}>
+  return html`<div class=${"box look-" + part.look + (isMarked ? " marked" : "")}>
     ${first && html`<${Glyph} shape=${first.shape} mostRows=${mostRows} />`}
     <div>
       <b>${part.title}</b>${shown && html`<code>${shown}</code>`}
       ${small && html`<small>${small}</small>`}
     </div>
     ${isFollowed && html`<span class="followed" aria-hidden="true">●</span>`}
+  </div>`;
+}
+
+// What is where at a stage; those are marked whose shape begins with one in `mark`.
+function Boxes({ trace, stage, row, mostRows, mark = [] }) {
+  const stops = trace.sample ? trace.sample.stops : [];
+  return html`<div class="boxes">
+    ${row.map((part) => {
+      const shape = part.tensors.length ? shapeOf(part.tensors[0]).replaceAll("×", "x") : "",
+        isMarked = mark.some((each) => shape.startsWith(each)),
+        isFollowed = stops.some(
+          (stop) => stop.stage === stage.name && stop.worker === part.worker,
+        );
+      return html`<${Box} ...${{ part, mostRows, isFollowed, isMarked }} />`;
+    })}
   </div>`;
 }
 
@@ -263,18 +278,7 @@ function Stepper({ trace }) {
     4 * Math.max(1, trace.batch_rows),
   );
   const rows = rowsOf(trace),
-    stops = trace.sample ? trace.sample.stops : [];
-  const button = (name, label, sign, act, off) =>
-    html`<button
-      type="button"
-      class=${name}
-      aria-label=${label}
-      title=${label}
-      disabled=${off}
-      onClick=${act}
-    >
-      ${sign}
-    </button>`;
+    place = `Stage ${now + 1} of ${stages.length}`;
   return html`<div
     class=${"stepper" + (everything ? "" : " stepping")}
     tabindex="0"
@@ -283,9 +287,7 @@ function Stepper({ trace }) {
     onKeyDown=${onKey}
   >
     <div class="controls">
-      ${button("back", "Back", "◀", () => go(now - 1), now === 0)}
-      <span class="place" role="status">Stage ${now + 1} of ${stages.length}</span>
-      ${button("next", "Next", "▶", () => go(now + 1), now >= last)}
+      <${Steps} names=${["Back", "Next"]} ...${{ place, now, last, go }} />
       <button
         type="button"
         class="all"
@@ -316,14 +318,7 @@ function Stepper({ trace }) {
                   joinsAll=${stage.name === "all-reduce"}
                 />`
               }
-              <div class="boxes">
-                ${rows[i].map((part) => {
-                  const isFollowed = stops.some(
-                    (stop) => stop.stage === stage.name && stop.worker === part.worker,
-                  );
-                  return html`<${Box} ...${{ part, mostRows, isFollowed }} />`;
-                })}
-              </div>
+              <${Boxes} ...${{ trace, stage, mostRows }} row=${rows[i]} />
               ${i < last && html`<${Rest} row=${rows[i]} />`}
             </div>
             <div class="details">
@@ -406,14 +401,20 @@ function aboutOf({ step, batch_rows, model, workers, engine }) {
   return `${when}: ${what} (${weights}) on ${where}.`;
 }
 
+// A whole recording; `children` are shown after its stages.
+function Recording({ trace, children }) {
+  return html`${trace.check && html`<${Check} trace=${trace} check=${trace.check} />`}
+  ${trace.stages.length > 0 && html`<${Stepper} trace=${trace} />`}
+  ${children}
+  ${trace.training && html`<${Training} ...${trace.training} />`}
+  ${trace.prediction && html`<${Prediction} ...${trace.prediction} />`}`;
+}
+
 function Pipeline({ data }) {
   return data.map(
     (trace) =>
       html`${data.length > 1 && html`<h3>Step ${figure(trace.step)}</h3>`}
         <p>${aboutOf(trace)}</p>
-        ${trace.check && html`<${Check} trace=${trace} check=${trace.check} />`}
-        ${trace.stages.length > 0 && html`<${Stepper} trace=${trace} />`}
-        ${trace.training && html`<${Training} ...${trace.training} />`}
-        ${trace.prediction && html`<${Prediction} ...${trace.prediction} />`}`,
+        <${Recording} trace=${trace} />`,
   );
 }

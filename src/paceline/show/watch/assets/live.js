@@ -666,10 +666,9 @@ function Watch() {
     drawn=${drawn}
     Head=${LiveHead}
     summary=${html`<${Summary} ...${data.overview} />`}
-  >
-    Live from ${data.folder}, by paceline ${data.version}. The page reads what the run writes; the
-    run does not know that it is watched.
-  <//>`;
+    footer=${html`Live from ${data.folder}, by paceline ${data.version}. The page reads what the run
+    writes; the run does not know that it is watched.`}
+  />`;
 }
 
 render(html`<${Watch} />`, document.getElementById("page"));
