@@ -1,3 +1,4 @@
+from paceline.record.engines import merge_stages as merge_stages
 from paceline.record.facts import find_weight as find_weight
 from paceline.record.facts import flat_facts as flat_facts
 from paceline.record.facts import tensor_bytes as tensor_bytes

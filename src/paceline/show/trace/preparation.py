@@ -16,7 +16,7 @@ from torch import nn
 from paceline.ddp import DistributedDataParallel
 from paceline.files import read_value
 from paceline.group import World, exchange
-from paceline.record import Part, Stage, TensorFacts, flat_facts, tensor_bytes
+from paceline.record import Part, Stage, TensorFacts, flat_facts, merge_stages, tensor_bytes
 from paceline.telemetry import bytes_text
 
 
@@ -34,39 +34,35 @@ def wrap_on_worker(
     drawn = flat_facts("weights at first", model.parameters(), values=values)
     wrapped = DistributedDataParallel(model)
     shared = flat_facts("weights from rank 0", model.parameters(), values=values)
+    placed_s = time.perf_counter() - begin_s
     said = f"rank {world.rank} of {world.size}, process {os.getpid()}"
-    place = Part(title=f"worker {world.rank}", worker=world.rank, device=str(world.device))
-    own = [
-        replace(place, text=said, seconds=met_s),
-        replace(place, tensors=drawn + shared, seconds=time.perf_counter() - begin_s),
-    ]
-    sent = [asdict(part) for part in own]
-    by_rank = exchange(world.group, sent, world.device, "Telling how workers met")
-    meet, placed = (
-        [read_value(Part, parts[number], "part") for parts in by_rank] for number in (0, 1)
-    )
+    part = Part(title=f"worker {world.rank}", worker=world.rank, device=str(world.device))
     several = world.size > 1
-    moved = tensor_bytes(list(model.parameters())) * (world.size - 1)
-    return wrapped, [
-        _stage(
-            "meet",
-            "workers meet",
-            f"The {world.size} processes call init_process_group(). Now each knows its rank and "
-            "how many there are."
+    own = [
+        Stage(
+            name="meet",
+            title="workers meet",
+            text=f"The {world.size} processes call init_process_group(). Now each knows its rank "
+            "and how many there are."
             if several
             else "One process: there are no others to meet.",
-            meet,
+            parts=[replace(part, text=said, seconds=met_s)],
+            seconds=met_s,
         ),
-        _stage(
-            "place",
-            "model to the devices",
-            "Every worker moves its copy of the model to its own device."
+        Stage(
+            name="place",
+            title="model to the devices",
+            text="Every worker moves its copy of the model to its own device."
             + " Then rank 0's weights are sent to all, whatever they had: now all are equal."
             * several,
-            placed,
-            moved,
+            parts=[replace(part, tensors=drawn + shared, seconds=placed_s)],
+            bytes_moved=tensor_bytes(list(model.parameters())) if world.rank > 0 else 0,
+            seconds=placed_s,
         ),
     ]
+    sent = [asdict(stage) for stage in own]
+    by_rank = exchange(world.group, sent, world.device, "Telling how workers met")
+    return wrapped, merge_stages([read_value(list[Stage], each, "stages") for each in by_rank])
 
 
 def place_replicas(model: nn.Module, main: str) -> list[Stage]:
@@ -79,7 +75,8 @@ def place_replicas(model: nn.Module, main: str) -> list[Stage]:
     moved = 0 if main.startswith("cpu") else size
     held = [TensorFacts(name="model", shape=[], dtype="", device=main, bytes=size)]
     part = Part(title=main, device=main, tensors=held)
-    return [_stage("place", "model to the device", text, [part], moved)]
+    title = "model to the device"
+    return [Stage(name="place", title=title, text=text, parts=[part], bytes_moved=moved)]
 
 
 def draw_weights(model: nn.Module, seed: int) -> None:
@@ -89,15 +86,3 @@ def draw_weights(model: nn.Module, seed: int) -> None:
         for param in model.parameters():
             if param.is_floating_point():
                 param.copy_(torch.randn(param.shape, generator=generator).mul_(0.1))
-
-
-def _stage(name: str, title: str, text: str, parts: list[Part], moved: int = 0) -> Stage:
-    known = [part.seconds for part in parts if part.seconds is not None]
-    return Stage(
-        name=name,
-        title=title,
-        text=text,
-        parts=parts,
-        bytes_moved=moved,
-        seconds=max(known, default=None),
-    )
