@@ -70,6 +70,7 @@ def check_folder(path: Path) -> None:
 class Cursor:
     """How far one rank's events are read."""
 
+    rank: RankTotals
     tail: EventTail
     size: int = 0
     """The file's size when it was last checked."""
@@ -256,23 +257,23 @@ class RunReader:
             )
         has_events, self._clock = False, ranks[0] if ranks else -1
         for rank in sizes.keys() - self._cursors.keys():
-            self._cursors[rank] = Cursor(EventTail(self.folder.events_of(rank)))
+            totals = self.data.ranks[rank] = RankTotals(rank)
+            self._cursors[rank] = Cursor(totals, EventTail(self.folder.events_of(rank)))
         unread = sum(size - self._cursors[rank].tail.position for rank, size in sizes.items())
         if is_long := unread > self._most_bytes:
             self._read_info()  # for the size of a batch
         left = most_batches
         for rank, size in sizes.items():
             cursor = self._cursors[rank]
-            self.data.ranks.setdefault(rank, RankTotals(rank))
             begin, cursor.size = cursor.tail.position, size
             if size <= begin:
                 continue
             with self._noting_errors(f"Some events of worker {rank}"):
                 if is_long:
-                    self._skip_ahead(rank, cursor, len(sizes))
+                    self._skip_ahead(cursor, len(sizes))
                 for batch in islice(cursor.tail.batches(), left):
                     for event in batch:
-                        self._add(rank, cursor, event)
+                        self._add(cursor, event)
                     left = left and left - 1
             has_events |= cursor.tail.position > begin
             if cursor.damaged:
@@ -314,14 +315,14 @@ class RunReader:
             data.starts[index - 1] = began, min(done, later)
         return undoes
 
-    def _skip_ahead(self, rank: int, cursor: Cursor, ranks: int) -> None:
+    def _skip_ahead(self, cursor: Cursor, ranks: int) -> None:
         """Read a sample of one rank's new events, up to the part that is read completely."""
-        data, path = self.data, self.folder.events_of(rank)
+        data, path = self.data, cursor.tail.path
         begin, end = cursor.tail.position, sketch.find_tail(path, cursor.size, ranks)
         if end <= begin:
             return
         scanned_bytes = sketch.SCANNED_BYTES
-        if rank != self._clock:
+        if cursor.rank.rank != self._clock:
             is_stable = len(data.starts) < 2 and not data.events["generation"]
             scanned_bytes //= ranks * (sketch.STABLE if is_stable else 1)
         lines = sketch.choose_lines(
@@ -330,12 +331,12 @@ class RunReader:
         data.notes["sketch"] = f"{sketch.SKETCHED}; `paceline report` reads every step."
         for event in filter(None, map(parse_event, lines)):
             cursor.is_behind_gap = True
-            self._add(rank, cursor, event)
+            self._add(cursor, event)
         cursor.is_behind_gap, cursor.tail.position = True, end
 
-    def _add(self, rank_number: int, cursor: Cursor, event: Event | None) -> None:
+    def _add(self, cursor: Cursor, event: Event | None) -> None:
         """Add one event."""
-        data, rank = self.data, self.data.ranks[rank_number]
+        data, rank = self.data, cursor.rank
         if event is None:
             cursor.damaged += 1
             return
@@ -350,34 +351,33 @@ class RunReader:
         elif kind == "message":
             data.events[kind].append({**bounded(event), "t": t})
         elif step is not None and kind == "step":
-            self._add_step(rank, cursor, step, t, event)
+            self._add_step(cursor, step, t, event)
         elif step is not None and kind in KEPT_KINDS and not data.is_undone(t, step):
             data.events[kind].append({**bounded(event), "t": t})
         if step is None:
             return
         if kind == "stop":
-            data.rate.add(step, 0.0, self._passed_s(rank_number, cursor, t))
+            data.rate.add(step, 0.0, self._passed_s(cursor, t))
         if kind in ("step", "stop"):
             cursor.before_t, cursor.before_step = t, step
             cursor.is_behind_gap = False
 
-    def _passed_s(self, rank_number: int, cursor: Cursor, t: float) -> float:
+    def _passed_s(self, cursor: Cursor, t: float) -> float:
         """Time since the previous step, for the rank whose clock is used; 0 for others."""
-        is_known = rank_number == self._clock and cursor.before_t
+        is_known = cursor.rank.rank == self._clock and cursor.before_t
         return max(0.0, t - cursor.before_t) if is_known else 0.0
 
-    def _add_step(
-        self, rank: RankTotals, cursor: Cursor, step: int, t: float, event: Event
-    ) -> None:
+    def _add_step(self, cursor: Cursor, step: int, t: float, event: Event) -> None:
         """Add a step, which also stands for the steps before it that were left out."""
-        data, samples, is_exact = self.data, amount(event.get("samples")), not cursor.is_behind_gap
+        data, rank, samples = self.data, cursor.rank, amount(event.get("samples"))
+        is_exact = not cursor.is_behind_gap
         count = 1 if is_exact else max(1, step - cursor.before_step)
         if data.is_undone(t, step):
             data.redone += count if rank.rank == 0 else 0
             return
         rank.steps += count
         rank.samples += count * samples
-        is_clock, passed_s = rank.rank == self._clock, self._passed_s(rank.rank, cursor, t)
+        is_clock, passed_s = rank.rank == self._clock, self._passed_s(cursor, t)
         if "sketch" in data.notes:
             is_known = is_clock and data.info is not None
             samples_of_all = count * data.info.global_batch if is_known and data.info else 0
