@@ -64,12 +64,9 @@ def main(argv: list[str] | None = None) -> int:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     try:
         return _dispatch(arguments)
-    except UsageError as error:
-        _print_error(arguments, error)
-        return USAGE_ERROR
     except PacelineError as error:
         _print_error(arguments, error)
-        return 1
+        return USAGE_ERROR if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
