@@ -22,19 +22,19 @@ def forecast_by_network(
 ) -> list[dict[str, Any]]:
     """The forecast for each network, as JSON, with the network's name."""
     largest = {network: size for size, network in predicted}  # sizes come in order
-    if not largest:
+    cases = [
+        (size.workers, network, size.step_s, size.exposed_s)
+        for network, size in largest.items()
+        if size.workers > 1 and not size.without_rows
+    ]
+    if not predicted:
         measured = job.several
-        exchange_s = measured.seconds[Phase.TRANSFER]
-        alone_s = measured.step_s - exchange_s
-        found = _forecast(job, measured.workers, job.local, alone_s, exchange_s)
-        return [_as_json(found, job.local, _below(job, found))] if found else []
+        cases = [(measured.workers, job.local, measured.step_s, measured.seconds[Phase.TRANSFER])]
     weighed = []
-    for network, size in largest.items():
-        if size.workers == 1 or size.without_rows:
-            continue
-        found = _forecast(job, size.workers, network, size.step_s - size.exposed_s, size.exposed_s)
-        text = f"{network.name}: {found.sentence}" if found else ""
-        weighed += [_as_json(found, network, text)] if found else []
+    for workers, network, step_s, exchange_s in cases:
+        if found := _forecast(job, workers, network, step_s - exchange_s, exchange_s):
+            text = f"{network.name}: {found.sentence}" if predicted else _below(job, found)
+            weighed.append({**found.as_json(), "network": network.name, "text": text})
     return weighed
 
 
@@ -79,7 +79,3 @@ def find_limit(job: Job, workers: int, alone_s: float) -> float:
         return found is not None and found.pays
 
     return find_turn(_LEAST, _MOST, pays)
-
-
-def _as_json(found: Forecast, network: Network, text: str) -> dict[str, Any]:
-    return {**found.as_json(), "network": network.name, "text": text}
