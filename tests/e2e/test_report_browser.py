@@ -98,7 +98,7 @@ def test_a_section_folds_stays_so_and_is_opened_by_a_link_to_it(open_page: Open)
     page.locator("#workers .fold").click()
     assert page.locator("#workers table").count() == 0
     assert page.locator("#workers .fold").get_attribute("aria-expanded") == "false"
-    assert page.evaluate("memory.read('folded workers')") == "yes"
+    assert page.evaluate("localStorage.getItem('paceline folded workers')") == "yes"
     page.locator('.side a[href="#workers"]').click()
     page.locator("#workers table").wait_for()
 

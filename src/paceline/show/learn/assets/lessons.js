@@ -31,20 +31,17 @@ function readShape(text) {
   return /^[0-9,x;\s]*$/.test(inner) ? (inner.match(/[0-9]+/g) || []).map(Number) : null;
 }
 
-function readChoices(kind, text, choices) {
-  if (kind === "order") {
-    const letters = text.replace(/[^a-z]/g, "");
-    const isAll = [...letters].sort().join("") === LETTERS.slice(0, choices.length);
-    return isAll ? [...letters].map((letter) => choices[LETTERS.indexOf(letter)]) : null;
-  }
-  return choices.includes(text) ? text : null;
+function readOrder(text, choices) {
+  const letters = text.replace(/[^a-z]/g, ""),
+    isAll = [...letters].sort().join("") === LETTERS.slice(0, choices.length);
+  return isAll ? [...letters].map((letter) => choices[LETTERS.indexOf(letter)]) : null;
 }
 
 function readValue({ kind, choices }, text) {
   const typed = text.trim().toLowerCase().replaceAll("−", "-").replaceAll("×", "x");
   if (!typed || typed.length > 300) return null;
-  if (kind === "choice") return readChoices(kind, text, choices);
-  if (kind === "order") return readChoices(kind, typed, choices);
+  if (kind === "choice") return text;
+  if (kind === "order") return readOrder(typed, choices);
   if (kind === "shape") return readShape(typed);
   if (kind === "number") return readNumber(typed);
   const parts = withoutBrackets(typed)

@@ -80,29 +80,21 @@ class Safe extends preact.Component {
 const titleFor = ([name, , title], data) =>
   title instanceof Function ? title(data[name]) : title;
 
-// Folded sections stay folded in this browser, if it has local storage.
-const memory = {
-  read: (key) => {
-    try {
-      return localStorage.getItem("paceline " + key);
-    } catch {
-      return null;
-    }
-  },
-  write: (key, value) => {
-    try {
-      localStorage.setItem("paceline " + key, value);
-    } catch {
-      // Without local storage nothing is remembered.
-    }
-  },
+// Folded sections stay folded in this browser. Without local storage nothing is remembered.
+const remember = (use) => {
+  try {
+    return use(localStorage);
+  } catch {
+    return null;
+  }
 };
 
 // A panel with its title, which folds it. A link to it opens it.
 function Section({ name, Panel, title, lead, data }) {
-  const [isFolded, setFolded] = useState(() => memory.read("folded " + name) === "yes");
+  const key = "paceline folded " + name,
+    [isFolded, setFolded] = useState(() => remember((kept) => kept.getItem(key)) === "yes");
   const fold = (folded) => {
-    memory.write("folded " + name, folded ? "yes" : "no");
+    remember((kept) => kept.setItem(key, folded ? "yes" : "no"));
     setFolded(folded);
   };
   useEffect(() => {

@@ -85,23 +85,19 @@ function timelineView(holder, say, { length, names, phases, ranks }) {
   let begin = 0,
     end = length,
     width = 0,
-    colours = {},
+    hatch = null,
     queued = 0,
     under = null,
     drag = null;
 
-  function readColours() {
-    colours = Object.fromEntries(
-      ["card", "ink", "muted", "rule", ...Object.keys(phases)].map((key) => [
-        key,
-        colourOf("", "--" + key),
-      ]),
-    );
+  const colour = (name) => colourOf("", "--" + name);
+
+  function drawHatch() {
     const tile = document.createElement("canvas"),
       t = tile.getContext("2d");
     tile.width = tile.height = 8;
     t.globalAlpha = 0.22;
-    t.fillStyle = t.strokeStyle = colours.wait;
+    t.fillStyle = t.strokeStyle = colour("wait");
     t.fillRect(0, 0, 8, 8);
     t.globalAlpha = 1;
     t.lineWidth = 2;
@@ -110,7 +106,7 @@ function timelineView(holder, say, { length, names, phases, ranks }) {
       t.lineTo(shift + 8, 0);
     }
     t.stroke();
-    colours.wait = pen.createPattern(tile, "repeat");
+    hatch = pen.createPattern(tile, "repeat");
   }
 
   const xOf = (time) => LABEL + ((time - begin) / (end - begin)) * (width - LABEL - 6);
@@ -124,14 +120,14 @@ function timelineView(holder, say, { length, names, phases, ranks }) {
     canvas.height = Math.round(height * ratio);
     canvas.style.height = height + "px";
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-    pen.fillStyle = colours.card;
+    pen.fillStyle = colour("card");
     pen.fillRect(0, 0, width, height);
     pen.font = "11px system-ui, sans-serif";
     pen.textBaseline = "middle";
     paintAxis();
     ranks.forEach(({ rank, lanes }, index) =>
       lanes.forEach((lane, i) => {
-        pen.fillStyle = i ? colours.muted : colours.ink;
+        pen.fillStyle = colour(i ? "muted" : "ink");
         pen.fillText(i ? lane : "worker " + rank, 6, tops[index] + (i + 0.5) * ROW);
       }),
     );
@@ -151,9 +147,9 @@ function timelineView(holder, say, { length, names, phases, ranks }) {
     for (let mark = Math.ceil(begin / unit) * unit; mark <= end; mark += unit) {
       const x = Math.round(xOf(mark)) + 0.5;
       if (x < LABEL + 12) continue;
-      pen.fillStyle = colours.rule;
+      pen.fillStyle = colour("rule");
       pen.fillRect(x, TOP - 5, 1, height);
-      pen.fillStyle = colours.muted;
+      pen.fillStyle = colour("muted");
       if (x < width - 24) pen.fillText(sayTime(mark), x, 9);
     }
     pen.textAlign = "left";
@@ -165,10 +161,11 @@ function timelineView(holder, say, { length, names, phases, ranks }) {
       word = names[name];
     if (x > width || xOf(start + long) < LABEL) return;
     const wide = long === 0 ? 1.5 : Math.max(0.7, xOf(start + long) - x - 0.5);
-    pen.fillStyle = long === 0 ? colours.ink : colours[word] || colours.other;
+    const look = long === 0 ? "ink" : word in phases ? word : "other";
+    pen.fillStyle = look === "wait" ? hatch : colour(look);
     pen.fillRect(x, y, wide, ROW - 3);
     if (wide > 7 * word.length && word !== "wait") {
-      pen.fillStyle = colours.card;
+      pen.fillStyle = colour("card");
       pen.fillText(word, Math.max(x, LABEL) + 4, y + ROW / 2 - 1);
     }
   }
@@ -276,9 +273,9 @@ function timelineView(holder, say, { length, names, phases, ranks }) {
     { passive: false },
   );
 
-  readColours();
+  drawHatch();
   const forget = onRepaint(() => {
-    readColours();
+    drawHatch();
     paint();
   });
   const observer = new ResizeObserver(queue);

@@ -534,15 +534,15 @@ function useDocuments(names, runs) {
 }
 
 // The sections of the page: live ones first, then those of the report.
-const BATCH = SECTIONS.find(([name]) => name === "pipeline");
+const ofReport = (...names) => SECTIONS.filter(([name]) => names.includes(name));
 const LIVE_SECTIONS = [
   ["now", Now, ({ state }) => (ENDED.includes(state) ? "The last step" : "Now"), "", ""],
   ["waits", Waits, "Waiting by worker", "The last 100 steps of every worker, all on one scale.", ""],
-  ...SECTIONS.filter(([name]) => name === "learning"),
+  ...ofReport("learning"),
   ["runs", Runs, "Comparison of runs", "", ""],
-  ...SECTIONS.filter(([name]) => ["generations", "islands"].includes(name)),
-  ["batch", Recorded, ...BATCH.slice(2)],
-  ...SECTIONS.filter(([name]) => ["checkpoints", "workers", "timeline", "scaling"].includes(name)),
+  ...ofReport("generations", "islands"),
+  ["batch", Recorded, ...ofReport("pipeline")[0].slice(2)],
+  ...ofReport("checkpoints", "workers", "timeline", "scaling"),
   ["messages", Messages, "Messages and output", "Messages, the newest first, and the output.", ""],
   ["details", Details, "Settings", "", ""],
 ];
