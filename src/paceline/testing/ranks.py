@@ -17,7 +17,6 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from datetime import timedelta
 from types import FunctionType, TracebackType
 from typing import Any
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline import env
 from paceline.errors import UsageError, WorkerError, check_whole, summarize
 from paceline.group import World, post_last_words
 from paceline.launcher import is_secondary
@@ -193,7 +193,10 @@ def testing_world(rank: int, size: int, group: Any) -> World:
 
 def gloo_group(store: Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
     """A process group over loopback, in no registry of torch's."""
-    return unregistered_gloo_group(store, rank, size, timeout_s, _loopback_device(), threads=2)
+    name = env.loopback_interface()
+    where = {"interface": name} if name else {"hostname": env.LOOPBACK}
+    device = dist.ProcessGroupGloo.create_device(**where)
+    return unregistered_gloo_group(store, rank, size, timeout_s, device, threads=2)
 
 
 def await_all_connected(store: Store, size: int, timeout_s: float) -> None:
@@ -204,13 +207,6 @@ def await_all_connected(store: Store, size: int, timeout_s: float) -> None:
     if store.add("connected", 1) == size:
         store.set("all connected", "yes")
     store.wait(["all connected"], timedelta(seconds=timeout_s))
-
-
-def _loopback_device() -> Any:
-    for name in ("lo", "lo0"):
-        with suppress(RuntimeError):
-            return dist.ProcessGroupGloo.create_device(interface=name)
-    return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
 
 
 def _primary_error(errors: dict[int, BaseException]) -> BaseException:
