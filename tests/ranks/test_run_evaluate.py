@@ -367,3 +367,30 @@ def test_a_dataset_that_is_another_one_on_each_worker_is_refused(of_rank: Any, w
     for error in run_ranks(3, body, return_exceptions=True):
         assert isinstance(error, DesyncError), error
         assert where in str(error)
+
+
+class OfEpoch(Rows):
+    """Rows that know which epoch it is, as those of an augmented dataset do."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_evaluating_the_dataset_that_is_trained_on_leaves_it_in_its_epoch() -> None:
+    def body(world: World) -> list[tuple[int, int]]:
+        net, data, seen = mlp(), OfEpoch(16), []
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        run = Run(net, optimizer, data, global_batch=8, epochs=2, options=QUIET, world=world)
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    seen.append((step.epoch, data.epoch))
+                    step.backward(F.cross_entropy(run.model(x), y))
+            if step.number == 3:
+                run.evaluate(score_with(run), data)
+        return seen
+
+    for seen in run_ranks(2, body):
+        assert seen == [(0, 0), (0, 0), (1, 1), (1, 1)]

@@ -157,7 +157,9 @@ def _sum_up(parts: RunParts, wanted: Evaluation) -> tuple[int, dict[str, Any]] |
     if size in seen or isinstance(dataset, Files):
         return size, {}
     seen.add(size)
-    return size, sum_up_samples(dataset, size, config.seed, wanted.loader_workers)
+    # It may be the one that is trained on, which keeps its epoch.
+    processes = wanted.loader_workers
+    return size, sum_up_samples(dataset, size, config.seed, processes, tells_epoch=False)
 
 
 def _refuse_other_datasets(everyone: Sequence[Any]) -> None:

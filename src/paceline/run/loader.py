@@ -393,7 +393,9 @@ Leaf = tuple[str, str, list[float]]
 """Where in the sample, what is compared exactly there, and what roughly."""
 
 
-def sum_up_samples(dataset: Any, size: int, seed: int, processes: int) -> dict[str, Any]:
+def sum_up_samples(
+    dataset: Any, size: int, seed: int, processes: int, *, tells_epoch: bool = True
+) -> dict[str, Any]:
     """The first, the middle and the last sample, by index; not where two reads of it differ."""
     # A run deals indices, so the sample of an index must be the same one on every worker. What
     # differs between two reads of one worker, with the same random numbers, is not compared. Real
@@ -401,7 +403,8 @@ def sum_up_samples(dataset: Any, size: int, seed: int, processes: int) -> dict[s
     # differently; everything else exactly. A loader process reads them if one reads all: what a
     # dataset opens in the process that reads is not to be shared with it.
     settings = {"num_workers": min(processes, 1)}
-    reader, indices = _TwoReads(dataset, seed), sorted({0, size // 2, size - 1})
+    reader = _TwoReads(dataset, seed, tells_epoch=tells_epoch)
+    indices = sorted({0, size // 2, size - 1})
     found: dict[str, Any] = {}
     with Generators().kept(), suppress(Exception):  # such as of samples that are in themselves
         found = next(iter(make_loader(reader, settings, _as_it_is, [indices])))
@@ -412,7 +415,8 @@ class _TwoReads(ShardFetcher):
     """A dataset whose item is a summary of some samples."""
 
     def __getitem__(self, indices: Any) -> dict[str, list[Leaf]]:
-        self._enter_epoch(0)
+        if self._tells_epoch:
+            self._enter_epoch(0)
         one, several = self._dataset.__getitem__, getattr(self._dataset, "__getitems__", None)
         reads: list[Any] = []
         with suppress(Exception):  # it will be raised where the script can see it, in the loop
