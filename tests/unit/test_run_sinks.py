@@ -115,6 +115,33 @@ def test_a_sink_whose_exception_has_no_message_is_switched_off_like_any_other() 
     assert [m for m in told.of("message") if says(m.text, "Broken", "Wordless")]
 
 
+def test_a_script_may_save_after_an_interrupt_that_came_while_a_sink_was_told(
+    tmp_path: Path,
+) -> None:
+    class Interrupted(Told):
+        def step(self, report: StepReport) -> None:
+            if report.step == 2:
+                raise KeyboardInterrupt
+
+    net = mlp()
+    options = RunOptions(progress="quiet", handle_signals=False)
+    run = Run(
+        net, SGD(net.parameters(), lr=0.1), Rows(20), global_batch=8, epochs=1, folder=tmp_path,
+        sinks=[Interrupted()], options=options,
+    )  # fmt: skip
+
+    def loop() -> None:
+        for step in run:
+            with step:
+                for x, y, _ in step.batches():
+                    step.backward(F.cross_entropy(run.model(x), y))
+
+    with pytest.raises(KeyboardInterrupt):
+        loop()
+    run.save()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002.0001"]
+
+
 def test_a_subclass_of_sink_has_the_methods_that_it_cares_about() -> None:
     class Steps(Sink):
         def __init__(self) -> None:
