@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.run.objects import MOST_BYTES, StateObjects
+from paceline.run.objects import MOST_BYTES, MOST_LEAVES, StateObjects
 from paceline.telemetry import Message
 
 
@@ -57,3 +57,16 @@ def test_a_large_one_is_not_copied_and_a_change_of_it_is_told_once() -> None:
     assert message.level == "warning"
     assert "net" in message.text
     assert "4" in message.text
+
+
+def test_one_that_has_become_large_in_the_block_is_put_back() -> None:
+    held = Held(seen=[1])
+    objects = StateObjects({"held": held})
+    objects.looks_at_large = True
+    told: list[Message] = []
+    objects.tell = told.append
+    kept = objects.keep()
+    held.values["seen"] = list(range(MOST_LEAVES + 1))
+    objects.keep()
+    objects.put_back(kept, 4)
+    assert (held.values, told) == ({"seen": [1]}, [])

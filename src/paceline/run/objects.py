@@ -24,8 +24,8 @@ from paceline.update import load_state
 
 MOST_BYTES, MOST_LEAVES = 2**20, 2000
 """What is larger is not copied in every step."""
-Kept = dict[str, Any]
-"""By name, a copy of an object's state, or of a large one what tells whether it has changed."""
+Kept = dict[str, tuple[bool, Any]]
+"""By name, whether an object's state was copied, and the copy; or what tells of a change."""
 
 
 class StateObjects:
@@ -46,18 +46,18 @@ class StateObjects:
             if name not in self._large:
                 state = each.state_dict()
                 if _is_small(state):
-                    kept[name] = copy.deepcopy(state)
+                    kept[name] = True, copy.deepcopy(state)
                     continue
                 self._large.add(name)
             if self.looks_at_large:
-                kept[name] = _look(each.state_dict())
+                kept[name] = False, _look(each.state_dict())
         return kept
 
     def put_back(self, kept: Kept, step: int) -> None:
         """Have all that has changed since as it was then."""
-        for name, before in kept.items():
+        for name, (is_copy, before) in kept.items():
             each = self._objects[name]
-            if name not in self._large:
+            if is_copy:
                 if not _are_equal(before, each.state_dict()):
                     load_state(each, copy.deepcopy(before))
             elif _look(each.state_dict()) != before and name not in self._said:
