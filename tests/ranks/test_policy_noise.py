@@ -9,16 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from paceline import DistributedDataParallel, World
 from paceline.errors import UsageError
-from paceline.files.run_folder import RunFolder, read_events
+from paceline.files.run_folder import Event, RunFolder, read_events
 from paceline.policy import NoiseEstimate, NoiseMeter
 from paceline.policy.noise import from_shards
 from paceline.run import Run, RunOptions
 from paceline.testing import run_ranks, seeded
+from paceline.testing.ranks import gloo_group
 
 ROWS = [7, 2, 5, 6]  # of each shard
 STEPS = 6
@@ -204,7 +206,10 @@ def test_a_meter_that_never_measures_is_refused() -> None:
         NoiseMeter([], every=0)
 
 
-def noise_of_a_run(world: World, folder: str) -> None:
+def noise_of_a_run(
+    world: World, folder: str, shards: int | None = 4, stop_after: int = 0, goes_to: int = 0
+) -> None:
+    """`stop_after` a step, or then go on as `goes_to` ranks."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(75, 6, generator=generator)
     data = TensorDataset(x, torch.randint(3, (75,), generator=generator))
@@ -215,7 +220,7 @@ def noise_of_a_run(world: World, folder: str) -> None:
         data,
         global_batch=15,
         epochs=2,
-        shards=4,
+        shards=shards,
         folder=folder,
         world=world,
         options=RunOptions(noise_every=1, progress="quiet", handle_signals=False),
@@ -225,6 +230,17 @@ def noise_of_a_run(world: World, folder: str) -> None:
             for x_part, y_part in step.batches():
                 loss = loss_sum(run.model, x_part, y_part)
                 step.backward(loss, items=len(y_part), reduction="sum")
+        if step.number == stop_after:
+            if not goes_to:
+                run.save()
+            if world.rank >= goes_to:
+                break
+            store = PrefixStore("next", world.group.get_group_store())
+            run.membership.move_on(gloo_group(store, world.rank, goes_to, 60.0))
+
+
+def noises_in(folder: Path) -> list[Event]:
+    return [event for event in read_events(RunFolder(folder)) if event["kind"] == "noise"]
 
 
 def test_a_run_measures_the_same_noise_with_any_number_of_workers(tmp_path: Path) -> None:
@@ -232,9 +248,16 @@ def test_a_run_measures_the_same_noise_with_any_number_of_workers(tmp_path: Path
     for size in (1, 2, 3):
         folder = tmp_path / str(size)
         run_ranks(size, noise_of_a_run, str(folder))
-        events = [e for e in read_events(RunFolder(folder)) if e["kind"] == "noise"]
+        events = noises_in(folder)
         assert [event["step"] for event in events] == [5, 10]
         found.append([event["noise_scale"] for event in events])
     assert found[0][-1] > 0
     assert found[1] == pytest.approx(found[0], rel=1e-3)
     assert found[2] == pytest.approx(found[0], rel=1e-3)
+
+
+def test_noise_is_measured_where_the_shards_of_a_run_become_more(tmp_path: Path) -> None:
+    """A worker that joins later knows nothing of a time when there was nothing to measure."""
+    run_ranks(1, noise_of_a_run, str(tmp_path), None, 2)
+    run_ranks(3, noise_of_a_run, str(tmp_path), None)
+    assert noises_in(tmp_path)

@@ -68,7 +68,6 @@ from paceline.run.parts import (
     RunParts,
     RunProgress,
     Training,
-    count_passes,
     opening_lines,
 )
 from paceline.run.recovery import Exchanges, Survival
@@ -177,7 +176,7 @@ def build_run(config: RunConfig) -> RunParts:
         refuse_other_code(link.code)
     if saving.is_on:
         state.check_savable()
-    if options.noise_every and count_passes(config, shards, workers) > 1:
+    if options.noise_every:  # whatever the shards are now, all workers exchange it
         state.noise = NoiseMeter(module.parameters(), every=options.noise_every)
     with ExitStack() as undo:
         undo.callback(watching.end)

@@ -193,7 +193,8 @@ def opening_lines(
             f"CosineAnnealingLR falls for T_max={cosine.T_max} steps, then rises again, and it is "
             f"stepped once per step. To let it fall all the time pass T_max={plan.steps}."
         )
-    if config.options.noise_every and count_passes(config, shards, world.size) == 1:
+    is_one = count_passes(config, shards, world.size) == 1
+    if config.options.noise_every and is_one and not (may_cut and world.size > shards):
         lines.append(_NO_NOISE)
     return lines
 
