@@ -261,3 +261,10 @@ def test_noise_is_measured_where_the_shards_of_a_run_become_more(tmp_path: Path)
     run_ranks(1, noise_of_a_run, str(tmp_path), None, 2)
     run_ranks(3, noise_of_a_run, str(tmp_path), None)
     assert noises_in(tmp_path)
+
+
+def test_measurements_in_which_workers_had_a_part_that_are_gone_do_not_count(
+    tmp_path: Path,
+) -> None:
+    run_ranks(3, noise_of_a_run, str(tmp_path), 6, 4, 2)
+    assert [event["step"] for event in noises_in(tmp_path)] == [10]  # not of 4 steps and one

@@ -151,6 +151,10 @@ class NoiseMeter:
         self._squares: list[Tensor] = []
         self._rows = 0.0
 
+    def forget(self) -> None:
+        """Ranks have changed: what is not read yet was measured on others, who may be gone."""
+        self._measured_by_slot = {}
+
     @property
     def is_measuring(self) -> bool:
         return bool(self._handles)

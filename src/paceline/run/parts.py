@@ -286,14 +286,13 @@ class RunParts:
         progress, size, training = self.progress, self.progress.size, self.training
         is_each = self._passes() == size <= self.feed.shortest_batch
         is_each = is_each and not training.audit.share and training.fit.size is None
-        group = self.place.membership.group
         if training.buffers is not None:
             training.buffers.is_cut = training.fit.size is not None
         progress.may_talk = is_each
         # Where no pass may talk it is refused, `fit` has to know, and a step in which the script
         # has talked begins again with its block; no other code asks.
         is_counted = not is_each or training.fit.is_on or self.recovery.is_on
-        progress.count_talks = count_collectives(group) if is_counted else int
+        progress.count_talks = count_collectives(self.place.membership.group) if is_counted else int
 
     def recover_with(self, recovery: Recovery) -> None:
         """Leave lost workers to it."""
@@ -306,8 +305,7 @@ class RunParts:
     def on_generation(self) -> None:
         """Who takes part has changed, and perhaps how small messages travel.
 
-        Every part of the run is told here, after its engine: who follows the group itself is
-        something that also exists without a run.
+        Every part of the run is told here, after its engine, which follows the group itself.
         """
         members = self.place.membership
         self.progress.size = members.size
@@ -317,6 +315,8 @@ class RunParts:
         self.outlets.saving.on_generation()
         self.outlets.watching.on_generation()
         self.vote.on_generation()
+        if self.training.noise is not None:
+            self.training.noise.forget()
         if self.training.buffers is not None:
             self.training.buffers.on_generation()
 
