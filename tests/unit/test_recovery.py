@@ -16,7 +16,7 @@ class Regrouping(Survival):
     """Survival without anybody else: regrouping is only counted."""
 
     def __init__(self) -> None:
-        self._is_over, self.regrouped = False, 0
+        self.regrouped = 0
 
     def regroup(self, *, is_lost: bool = True) -> None:
         self.regrouped += 1
