@@ -232,12 +232,13 @@ def test_a_worker_that_computes_more_shards_than_others_is_not_called_slow(
 ) -> None:
     busy = replace(BLAME, rank=0, phase=Phase.FORWARD, phase_s=0.023, others_phase_s=0.012)
 
-    def body(world: World, finding: Blame) -> None:
+    def body(world: World, finding: Blame, begins_with: int) -> None:
+        """The batch is cut into 3 shards, as it was when a run of 2 workers began, or is since."""
         net = mlp()
         options = RunOptions(progress="plain")
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-        given: dict[str, Any] = {"global_batch": 8, "epochs": 1, "world": world, "shards": 3}
-        run = Run(net, optimizer, Rows(8), **given, options=options)
+        given: dict[str, Any] = {"global_batch": 8, "epochs": 1, "world": world}
+        run = Run(net, optimizer, Rows(8), **given, options=options, shards=begins_with)
         watch = find_stopwatch(world.group)
         assert watch is not None
         for step in run:
@@ -245,13 +246,15 @@ def test_a_worker_that_computes_more_shards_than_others_is_not_called_slow(
                 for x, y, _ in step.batches():
                     step.backward(F.cross_entropy(run.model(x), y))
                 if world.rank == 0:
+                    run._parts.cut.adopt(3)
                     watch.detector._say(finding)
 
-    run_ranks(2, body, busy)
-    said = capsys.readouterr().out
-    assert "is slow" not in said
-    assert "2 of 3 shards" in said
-    run_ranks(2, body, replace(busy, phase_s=0.2))
+    for begins_with in (3, 2):
+        run_ranks(2, body, busy, begins_with)
+        said = capsys.readouterr().out
+        assert "is slow" not in said
+        assert "2 of 3 shards" in said
+    run_ranks(2, body, replace(busy, phase_s=0.2), 3)
     assert "Worker 0 is slow" in capsys.readouterr().out
 
 

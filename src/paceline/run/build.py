@@ -220,7 +220,7 @@ def build_run(config: RunConfig) -> RunParts:
     may_cut = _may_cut(config, plan)
     made = _make_loader(config, plan, shards, members, signals, settings, saved)
     feed = Feed(made, shortest_batch, signals, settings)
-    watching.note(engine, shards, position.step, None if plan is None else plan.steps)
+    watching.note(engine, position.step, None if plan is None else plan.steps)
     lines = opening_lines(config, world, device, shards, plan, position, may_cut=may_cut)
     if shares_out:
         lines += describe_sharing(

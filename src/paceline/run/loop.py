@@ -224,7 +224,7 @@ class Run:
             is_first = not parts.place.is_replacement
             if is_first:
                 outlets.sinks.tell("start", outlets.info, self.step, outlets.lines)
-            outlets.watching.begin(outlets.sinks)
+            outlets.watching.begin(outlets.sinks, progress)
             recovery.begin()
             parts.dealing.deal()
             if not is_first:  # now it knows the step

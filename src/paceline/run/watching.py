@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline import env, record
 from paceline.ddp import DistributedDataParallel
@@ -35,6 +35,9 @@ from paceline.telemetry import (
     stop_spans,
 )
 
+if TYPE_CHECKING:
+    from paceline.run.parts import RunProgress
+
 EXPLAINED = 1.25
 """A worker with twice the shards of others is not slow if it takes up to 2 * 1.25 of their time."""
 LOOK_PERIOD_S = 0.25
@@ -51,8 +54,6 @@ class Watching:
     """
 
     def __init__(self, config: RunConfig, folder: RunFolder | None, membership: Membership) -> None:
-        self.shards = 1
-        """Into how many the batch is cut when the loop begins."""
         self.lines: list[str] = []
         """What is to be said about it when the loop begins."""
         self._asked = env.read_observation()
@@ -69,6 +70,7 @@ class Watching:
         self._has_timeline = False
         self._before: tuple[StragglerDetector, Any] | None = None
         self._sinks: Sinks | None = None
+        self._progress: RunProgress | None = None
         self.watch: Stopwatch | None = None
         """What measures this worker's phases, if anything does."""
         self._rank = 0
@@ -79,13 +81,13 @@ class Watching:
             if config.options.timeline:
                 self.lines.append("There is no timeline: that needs folder= of Run.")
 
-    def note(self, engine: object, shards: int, step: int, steps: int | None) -> None:
+    def note(self, engine: object, step: int, steps: int | None) -> None:
         """The run continues after `step` steps of all `steps`, which may leave none to record.
 
         Without `steps` it is a stream, whose samples have no numbers. Stages are known of one
         engine only.
         """
-        self.shards, self._can_record = shards, isinstance(engine, DistributedDataParallel)
+        self._can_record = isinstance(engine, DistributedDataParallel)
         if self.trace_step and not self._can_record:
             self._say_why_not(f"{type(engine).__name__} has no stages to record")
         self._dataset = None if steps is None else self._config.dataset
@@ -136,12 +138,12 @@ class Watching:
         except (OSError, UsageError) as error:
             self.lines.append(f"There is no timeline: {error}")
 
-    def begin(self, sinks: Sinks) -> None:
+    def begin(self, sinks: Sinks, progress: RunProgress) -> None:
         """Let the straggler detector speak through the run, which may be drawing a bar."""
         self.forget_request()  # made when no run was there
         if self._folder is not None and self._membership.leads:
             env.announce_folder(str(self._folder.path))
-        self._sinks = sinks
+        self._sinks, self._progress = sinks, progress
         self._attend()
 
     def _attend(self) -> None:
@@ -157,13 +159,13 @@ class Watching:
 
     def _report(self, steps: int, blame: Blame) -> None:
         step = steps - 1  # the stopwatch has begun the next one
-        size = self._membership.size
-        own, others = len(range(blame.rank, self.shards, size)), self.shards // size
+        size, shards = self._membership.size, self._progress.shards if self._progress else 1
+        own, others = len(range(blame.rank, shards, size)), shards // size
         blame = replace(blame, rank=self._membership.numbers[blame.rank])
         text = str(blame)
         if 0 < others < own and blame.phase_s < EXPLAINED * own / others * blame.others_phase_s:
             text = (
-                f"Worker {blame.rank} computes {own} of {self.shards} shards, others {others}. All "
+                f"Worker {blame.rank} computes {own} of {shards} shards, others {others}. All "
                 f"wait for it, {seconds_text(blame.slower_by_s)} in each of the last {blame.steps} "
                 "steps. Use a number of workers that divides the number of shards."
             )
