@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack, closing
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,9 @@ from sentences import says
 
 from paceline.env import FAILURE_VARIABLE, Placement
 from paceline.errors import UsageError
-from paceline.group.link import send
+from paceline.group.link import receive, send
 from paceline.launcher import nodes, roster
-from paceline.launcher.deaths import WorkerExit
+from paceline.launcher.deaths import StopReason, WorkerExit
 from paceline.launcher.flags import LaunchOptions
 from paceline.launcher.generations import Generations, without_survival
 from paceline.launcher.islands import Archipelago
@@ -272,6 +273,24 @@ def test_a_death_in_the_first_step_waits_for_word_of_the_workers_on_other_machin
         generations.take_starts()
         assert generations.end is not None
         assert generations.end.worker == 0
+
+
+@pytest.mark.parametrize("is_signal", [True, False])
+def test_a_stop_that_another_machine_was_asked_for_too_breaks_no_step_off(is_signal: bool) -> None:
+    generations = Generations(
+        say=lambda text: None, roster=Roster(size=2, machine_by_worker={1: 1}), is_on=True
+    )
+    channel = generations.open_worker_channel(0)
+    with socket.socket(fileno=channel.theirs[0]) as theirs:
+        theirs.setblocking(False)
+        assert receive(theirs) == {}, "the facts"
+        generations.on_stop()
+        end = StopReason.by_signal(signal.SIGTERM) if is_signal else StopReason(text="it failed")
+        generations._hear_machine({"do": "end", **asdict(end)})
+        told = receive(theirs)
+        assert told is None if is_signal else told["ends"] == "it failed"
+    os.close(channel.theirs[1])
+    generations.drop_worker_channel(0)
 
 
 @pytest.mark.parametrize("stopped", [0, 2])

@@ -388,7 +388,8 @@ class Generations(Workers):
 
     def _end(self, end: StopReason) -> None:
         if self.roster.is_stopping:
-            self.tell_end(end.text)  # the end has a reason; no worker may wait for others
+            if not end.signal:  # as other machines say it that got the same one
+                self.tell_end(end.text)  # the end has a reason; no worker may wait for others
         elif self.end is None:
             self.end = end
             self.pass_on(end)
