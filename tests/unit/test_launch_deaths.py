@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from paceline.env import REASON_VARIABLE
 from paceline.errors import DesyncError, PeerError
 from paceline.launcher.deaths import (
     OWN_STEPS,
@@ -272,3 +273,13 @@ def test_a_worker_that_stopped_as_asked_has_stopped_the_run() -> None:
     crashed = RunResult((end(0, -11),)).reason
     assert crashed is not None
     assert crashed.status == "failed"
+
+
+def test_a_launcher_that_no_other_has_started_reads_no_reason_where_it_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "end").write_text("my notes")
+    monkeypatch.chdir(tmp_path)
+    assert StopReason.behind(15) == StopReason.by_signal(15)
+    monkeypatch.setenv(REASON_VARIABLE, str(tmp_path / "why 0"))
+    assert StopReason.behind(15) == StopReason(text="my notes", is_final=True)

@@ -205,8 +205,9 @@ class StopReason:
     @classmethod
     def behind(cls, number: int) -> StopReason:
         """Why a launcher got a signal: what its own launcher has written; or else to stop."""
+        path = env.read(env.REASON_VARIABLE)
         try:
-            with open(end_file(env.read(env.REASON_VARIABLE)), encoding="utf-8") as file:
+            with open(path and end_file(path), encoding="utf-8") as file:
                 return cls(text=file.read(), is_final=True)
         except OSError:
             return cls.by_signal(number)
