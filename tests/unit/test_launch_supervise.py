@@ -202,6 +202,61 @@ def test_a_launcher_that_ends_its_workers_sleeps_until_they_have_ended(tmp_path:
     assert turns < 100
 
 
+@pytest.mark.timeout(60)
+def test_a_run_that_fails_ends_although_rank_0_was_to_be_made_up_for(tmp_path: Path) -> None:
+    sleepers, lines = Sleepers(tmp_path, 2), dict[int, socket.socket]()
+    lost = Roster(size=2, max_replacements=0)
+    generations = Generations(say=lambda text: None, roster=lost, is_on=True)
+    for worker in range(2):
+        lost.on_joined(worker, 0)
+
+    def start(spec: WorkerSpec, pipes: Pipes) -> WorkerProcess:
+        line, page = generations.open_worker_channel(spec.rank).theirs
+        os.close(page)
+        lines[spec.rank] = socket.socket(fileno=line)
+        command = ["sh", "-c", "read word; exit 3"] if spec.rank else ["sleep", "60"]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, process_group=0)
+        workers[spec.rank] = process
+        worker = WorkerProcess(spec.rank, process.pid, process.poll, spec.error_file, pipes)
+        sleepers.started.append(worker)
+        return worker
+
+    def finish_and_fail(text: str) -> None:
+        if "not replaced" in text:
+            send(lines[1], {"said": "finished", "is_left": False, "is_saved": True})
+            workers[1].stdin.close()  # type: ignore[union-attr]
+            os.waitid(os.P_PID, workers[1].pid, os.WEXITED | os.WNOWAIT)
+
+    workers: dict[int, subprocess.Popen[bytes]] = {}
+    generations.say = finish_and_fail
+    supervisor = sleepers.supervisor(None, generations)
+    supervisor.start = start
+    supervisor._after(0.0, "kill rank 0", lambda: sleepers.started[0].send(signal.SIGKILL))
+    result = supervisor.run()
+    assert generations.has_finished(1)
+    assert (result.exit_code, len(sleepers.started)) == (3, 2)
+    for line in lines.values():
+        line.close()
+
+
+def test_a_replacement_that_waits_to_be_started_is_not_started_when_rank_0_is_made_up_for(
+    tmp_path: Path,
+) -> None:
+    sleepers = Sleepers(tmp_path, 2)
+    generations = Generations(say=lambda text: None, roster=Roster(size=2), is_on=True)
+    supervisor = sleepers.supervisor(None, generations)
+    for worker in range(2):
+        generations.roster.on_joined(worker, 0)
+    assert generations.on_exit(WorkerExit(rank=0, exit_code=-9, step=39), {})
+    supervisor._keep_alive()
+    assert [spec.rank for spec in supervisor.starts.queue] == [0]
+    generations._hear(1, {"said": "finished", "is_left": False, "is_saved": True})
+    supervisor._keep_alive()
+    waiting = [(spec.rank, spec.is_alone) for spec in supervisor.starts.queue]
+    assert waiting == [(0, True)]
+    supervisor._close()
+
+
 def test_a_death_does_not_overtake_what_the_others_said_before_it() -> None:
     generations = Generations(say=lambda text: None, roster=Roster(size=3))
     for worker in range(3):

@@ -79,6 +79,11 @@ class Starts:
                 return
             self._start(self.queue.popleft())
 
+    def add(self, spec: WorkerSpec) -> None:
+        """Start a worker when it is its turn; one with its number that waits has come too late."""
+        self.queue = deque(each for each in self.queue if each.rank != spec.rank)
+        self.queue.append(spec)
+
     def give_up(self) -> None:
         """Start no more workers."""
         self.queue.clear()

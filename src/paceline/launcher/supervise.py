@@ -122,7 +122,8 @@ class Supervisor:
     def run(self) -> RunResult:
         try:
             self._start_all()
-            while self.alive or self.starts.is_busy or self.generations.is_needed:
+            generations = self.generations
+            while self.alive or self.starts.is_busy or (self._decides and generations.is_needed):
                 self._turn()
             self._sweep()
         except BaseException as error:
@@ -169,8 +170,7 @@ class Supervisor:
         if first.takes_terminal or not first.speaks_for_all:
             return
         if is_bar:
-            greet = partial(self.console.greet, f"{workers} running")
-            self._after(GREETING_S, "greeting", greet)
+            self._after(GREETING_S, "greeting", partial(self.console.greet, f"{workers} running"))
         elif self.announce is not None and not first.rank and shown.progress not in SILENT:
             self.announce(f"starting {workers}.")
 
@@ -264,7 +264,7 @@ class Supervisor:
                 self.generations.give_up(worker_id, error.what)
                 return
             self.specs.append(spec)
-        self.starts.queue.append(spec.alone() if worker_id in self.generations.rests else spec)
+        self.starts.add(spec.alone() if worker_id in self.generations.rests else spec)
 
     def _clear(self, before: WorkerProcess) -> None:
         """Forget a worker that has ended."""
@@ -395,7 +395,7 @@ class Supervisor:
                 what += "" if generations.can_repeat else f": {generations.why_not_repeated}"
             else:
                 spec = next(spec for spec in self.specs if spec.rank == rank)
-                self.starts.queue.append(spec.alone())
+                self.starts.add(spec.alone())
                 what = "Another one runs the script again, and finds the training complete"
         generations.say(f"{end.reason}. {what}.")
 
