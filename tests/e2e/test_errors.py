@@ -19,6 +19,7 @@ from sentences import says
 
 from paceline.files import RunFolder, read_events, read_info
 from paceline.launcher.deaths import UNSAID
+from paceline.launcher.worker import FAILED_UNSAID
 from paceline.run.stop import LEFT, UNKNOWN
 
 SCRIPT = """
@@ -368,7 +369,7 @@ def test_a_temporary_folder_that_is_full_ends_nobody_and_hides_nothing(
     else:
         assert launcher.returncode == 1, said
         assert (said.count("Traceback (most"), said.count(LABEL)) == (1, 1), said
-        assert_reason(tmp_path, "failed", f"worker 1 failed: {UNSAID['summary']}", 1)
+        assert_reason(tmp_path, "failed", f"worker 1 failed: {UNSAID[FAILED_UNSAID]['summary']}", 1)
 
 
 @pytest.mark.parametrize("survives", [True, False])

@@ -35,6 +35,7 @@ from paceline.launcher.roster import Roster
 from paceline.launcher.run import LocalRun
 from paceline.launcher.store import StoreServer
 from paceline.launcher.supervise import Supervisor
+from paceline.launcher.worker import FAILED_UNSAID, LOST_UNSAID
 
 if sys.platform != "linux":
     pytest.skip("reads /proc", allow_module_level=True)
@@ -237,6 +238,37 @@ def test_a_run_that_fails_ends_although_rank_0_was_to_be_made_up_for(tmp_path: P
     assert (result.exit_code, len(sleepers.started)) == (3, 2)
     for line in lines.values():
         line.close()
+
+
+@pytest.mark.parametrize(("word", "is_survived"), [(LOST_UNSAID, True), (FAILED_UNSAID, False)])
+def test_a_worker_without_room_for_its_error_ends_the_run_only_for_one_of_the_script(
+    word: bytes, is_survived: bool, tmp_path: Path
+) -> None:
+    sleepers = Sleepers(tmp_path, 2)
+    generations = Generations(say=lambda text: None, roster=Roster(size=2), is_on=True)
+    for worker in range(2):
+        generations.roster.on_joined(worker, 0)
+
+    def start(spec: WorkerSpec, pipes: Pipes) -> WorkerProcess:
+        pipes.theirs += generations.open_worker_channel(spec.rank).theirs
+        if spec.rank == 0:
+            return sleepers.start(spec, pipes)
+        os.write(pipes.status_writer, word)
+        process = subprocess.Popen(["false"], process_group=0)
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        return WorkerProcess(spec.rank, process.pid, process.poll, spec.error_file, pipes)
+
+    supervisor = sleepers.supervisor(None, generations)
+    supervisor.start = start
+    supervisor._start_all()
+    while len(supervisor.alive) == 2:
+        supervisor._turn()
+    assert generations.roster.members == ((0,) if is_survived else (0, 1))
+    assert (generations.end is None) == is_survived
+    supervisor.end_all()
+    while supervisor.alive:
+        supervisor._turn()
+    supervisor._close()
 
 
 def test_a_replacement_that_waits_to_be_started_is_not_started_when_rank_0_is_made_up_for(

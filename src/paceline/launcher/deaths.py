@@ -23,6 +23,7 @@ from typing import Any, Literal
 from paceline import env
 from paceline.env import step_file
 from paceline.errors import describe_failure, first_line
+from paceline.launcher.worker import FAILED_UNSAID, LOST_UNSAID
 
 MAX_ERROR_BYTES = 4 * 2**20
 SAME_STEP = 3
@@ -85,7 +86,7 @@ class WorkerExit:
         """Whether its script has ended it: by an exception, or by an exit code that says failure,
         as after `except Exception: sys.exit(1)`."""
         is_code = self.exit_code > 0 and not (self.summary or self.accused or self.signal)
-        return self.raised or is_code
+        return self.raised or (is_code and not self.is_accident)
 
     @property
     def culprit(self) -> int:
@@ -398,9 +399,11 @@ def _oom_files() -> list[str]:
     return found
 
 
-UNSAID: dict[str, Any] = {
-    "summary": "its exception could not be written down, and is printed above",
+UNSAID: dict[bytes, dict[str, Any]] = {
+    FAILED_UNSAID: {"summary": "its exception could not be written down, and is printed above"},
+    LOST_UNSAID: {"is_accident": True},
 }
+"""What takes the place of an error file, by the word of a worker that had no room for one."""
 
 
 def read_error(path: str) -> dict[str, Any]:

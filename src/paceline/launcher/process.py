@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -42,8 +42,8 @@ class WorkerProcess:
     """False for a worker that shares the launcher's terminal, and so its process group."""
     failed_ns: int = 0
     """When it said that it had failed, though it may take long to end; 0 while it has not."""
-    is_unsaid: bool = False
-    """Whether it had no room to write its exception down, and has printed it."""
+    unsaid: dict[str, Any] = field(default_factory=dict)
+    """What is known of its exception where it had no room to write it down."""
     is_judged: bool = False
     """Whether the others continue without it, which it has yet to hear of."""
     pidfd: int = -1

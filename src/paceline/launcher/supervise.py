@@ -44,7 +44,7 @@ from paceline.launcher.stalls import StallJudge, main_thread, read_stack
 from paceline.launcher.starts import Starts
 from paceline.launcher.store import StoreServer
 from paceline.launcher.template import Template, has_orphans
-from paceline.launcher.worker import ALIVE, ALONE, FAILED, FAILED_UNSAID, HANGS, LOST_UNSAID, WAITS
+from paceline.launcher.worker import ALIVE, ALONE, FAILED, HANGS, WAITS
 from paceline.launcher.workers import RESIZING
 from paceline.telemetry import count_text, read_terminal
 
@@ -292,8 +292,8 @@ class Supervisor:
             self.alone.add(worker.rank)
             if len(self.alone) == len(self.specs) and self.announce is not None:
                 self.announce(TRAIN_ALONE.format(count_text(len(self.specs), "worker")))
-        worker.is_unsaid = worker.is_unsaid or FAILED_UNSAID in words
-        has_failed = any(word in words for word in (FAILED, FAILED_UNSAID, LOST_UNSAID))
+        worker.unsaid = next((UNSAID[word] for word in UNSAID if word in words), worker.unsaid)
+        has_failed = any(word in words for word in (FAILED, *UNSAID))
         if has_failed and not worker.failed_ns and not self.ending_since_ns:
             worker.failed_ns = time.monotonic_ns()
             end = self._exit_of(worker, 1)
@@ -311,8 +311,7 @@ class Supervisor:
     def _exit_of(self, worker: WorkerProcess, code: int) -> WorkerExit:
         """How a worker has ended, or will."""
         rank, generations = worker.rank, self.generations
-        unsaid = UNSAID if worker.is_unsaid else {}
-        error: dict[str, Any] = read_error(worker.error_file) or unsaid
+        error = read_error(worker.error_file) or worker.unsaid
         is_late = generations.has_finished(rank)
         if code == 0 and generations.is_on and generations.is_member(rank) and not is_late:
             worker.accused, code = "finished before its run was, with exit code 0", 1
