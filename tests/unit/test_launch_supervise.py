@@ -123,6 +123,21 @@ def test_a_signal_while_islands_start_ends_those_that_start_later_too() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+def test_islands_that_fail_at_the_same_moment_end_the_run_with_the_first_ones_code(
+    tmp_path: Path,
+) -> None:
+    class Failing(Archipelago):
+        def _command(self, number: int) -> list[str]:
+            told = f"while [ ! -e {tmp_path}/told ]; do sleep 0.01; done"
+            return ["sh", "-c", f"{told}; exit 4" if number else "exit 3"]
+
+        def _tell_why(self, number: int) -> None:
+            (tmp_path / "told").touch()
+            os.waitid(os.P_PID, self._launchers[1].pid, os.WEXITED | os.WNOWAIT)
+
+    assert Failing(LaunchOptions(program="train.py"), {}, "", 2, 1).run() == 3
+
+
 def test_a_worker_that_cannot_be_started_ends_those_that_were(tmp_path: Path) -> None:
     sleepers = Sleepers(tmp_path, 5)
 

@@ -177,12 +177,12 @@ class Archipelago:
         """Every island gets a worker more, or has one less."""
         for launcher in self._launchers.values():
             if _catches(launcher.pid, number):  # one that is starting would be ended
-                launcher.send_signal(number)
+                os.kill(launcher.pid, number)
 
     def _end(self, number: int) -> None:
+        # Not by the methods of Popen, which bury one that has ended: it is yet to be heard of.
         for launcher in self._launchers.values():
-            with suppress(OSError):
-                launcher.send_signal(number)
+            os.kill(launcher.pid, number)
 
     def _wait(self) -> None:
         """Wait until a launcher ends, and start it again if it was killed."""
@@ -241,7 +241,7 @@ class Archipelago:
         )
         self._launchers[number] = launcher
         if self._signal:  # it came while this one was started, and has reached only the others
-            launcher.send_signal(self._signal)
+            os.kill(launcher.pid, self._signal)
         if launcher.stdout is not None:
             label = (
                 b"" if self._options.json or self._options.no_label else b"[island %d] " % number
