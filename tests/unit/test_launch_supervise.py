@@ -23,7 +23,7 @@ from sentences import says
 from paceline.env import FAILURE_VARIABLE, Placement
 from paceline.errors import UsageError
 from paceline.group.link import receive, send
-from paceline.launcher import nodes, roster
+from paceline.launcher import nodes, roster, supervise
 from paceline.launcher.deaths import StopReason, WorkerExit
 from paceline.launcher.flags import LaunchOptions
 from paceline.launcher.generations import Generations, without_survival
@@ -121,6 +121,29 @@ def test_a_signal_while_islands_start_ends_those_that_start_later_too() -> None:
         assert Signalled(LaunchOptions(program="train.py"), {}, "", 2, 1).run() == 143
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("is_stop", [True, False])
+def test_a_signal_that_another_machine_has_passed_on_before_kills_no_worker(
+    is_stop: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "REPEAT_NS", 0)
+    sleepers = Sleepers(tmp_path, 1)
+    end = StopReason.by_signal(signal.SIGTERM) if is_stop else StopReason(text="it failed")
+    with closing(SignalInbox([signal.SIGTERM])) as inbox:
+        generations = Generations(say=lambda text: None, roster=Roster(size=1), end=end)
+        supervisor = sleepers.supervisor(inbox, generations)
+        supervisor._start_all()
+        supervisor._keep_alive()
+        killed = []
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+            supervisor.on_signal()
+            killed.append(supervisor.is_killed)
+        assert killed == [not is_stop, True]
+        while supervisor.alive:
+            supervisor._turn()
+        supervisor._close()
 
 
 def test_islands_that_fail_at_the_same_moment_end_the_run_with_the_first_ones_code(

@@ -139,8 +139,7 @@ class Supervisor:
             # For that the others have failed.
             result = RunResult((*result.workers, *self.late), self.stop)
             if self.generations.can_repeat and result.reason is not None:
-                stop = replace(result.reason, lost_in=self.late[0].step)
-                result = replace(result, stop=stop)
+                result = replace(result, stop=replace(result.reason, lost_in=self.late[0].step))
         if result.reason is not None:
             self.folder.record(result.reason)
         return result
@@ -409,7 +408,8 @@ class Supervisor:
             if number in RESIZING and number not in self.options.signals_to_handle:
                 if not self.ending_since_ns:
                     self.generations.resize(number)
-            elif not self.ending_since_ns:
+            # It may have come to another machine before, which has passed it on.
+            elif not self.ending_since_ns or (self._stops and self.stop is self.generations.end):
                 self.stop = StopReason.behind(number)
                 self.generations.pass_on(self.stop)
                 self.end_all(number)
