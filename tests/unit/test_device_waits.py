@@ -119,3 +119,20 @@ def test_the_end_of_a_process_waits_for_word_of_a_lost_connection(
     with pytest.raises(PeerError, match="Step 9"):
         waits.settle()
     assert device.aborted.is_set()
+
+
+def test_a_connection_that_is_lost_once_the_host_waits_is_left_to_its_waits() -> None:
+    device, lost = Device(), threading.Event()
+    waits = DeviceWaits(
+        lambda _: False, explain, lambda: device, device.abort, 0.01, has_failed=lost.is_set
+    )
+    waits.note(None, "Copying rank 0's model")
+    assert device.looked.acquire(timeout=60)
+    waits.stop()
+    lost.set()
+    for thread in threading.enumerate():
+        if thread.name == "paceline device waits":
+            thread.join(60)
+    waits.settle()
+    waits.check()
+    assert not device.aborted.is_set()

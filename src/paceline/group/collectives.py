@@ -115,6 +115,7 @@ def refuse_aborted(is_aborted: Callable[[], bool]) -> None:
     # other side just asked, and which can be sent no more, is forgotten, and who waits for it waits
     # for ever.
     _is_aborted[0], _words_patience_s[0] = is_aborted, 0.0
+    _device_waits.stop()
 
 
 def is_aborted() -> bool:

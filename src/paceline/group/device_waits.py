@@ -74,6 +74,11 @@ class DeviceWaits:
         if not is_watched:
             threading.Thread(target=self._watch, name="paceline device waits", daemon=True).start()
 
+    def stop(self) -> None:
+        """The host waits for everything from now on: a lost connection is an error of its wait."""
+        with self._lock:
+            self._event = None
+
     def check(self) -> None:
         """Raise if the device no longer waits for what was started before."""
         if self.error is not None:
@@ -93,16 +98,17 @@ class DeviceWaits:
         reason = "it waits for a rank that has left"
         while True:
             time.sleep(pause_s)
-            if self.has_failed():
-                reason = "a connection was lost"
-                break
+            is_lost = self.has_failed()
             with self._lock:
                 # Under the lock: a note meanwhile would rely on this thread, which is about to end.
-                if self._event.query():
+                if self._event is None or (not is_lost and self._event.query()):
                     self._is_watched = False
                     return
                 assert self._newest is not None
                 group, _ = self._newest
+            if is_lost:
+                reason = "a connection was lost"
+                break
             if left_s == 0.0:
                 left_s = time.monotonic() if self._has_left(group) else 0.0
             elif time.monotonic() - left_s > self._patience_s:
