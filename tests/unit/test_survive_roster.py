@@ -219,6 +219,7 @@ def test_members_that_cannot_form_a_group_for_long_stop_with_what_they_said() ->
     [order] = orders
     assert isinstance(order, Stop)
     assert order.reason.endswith("worker 1: OSError: Too many open files")
+    assert roster.due_s is None, "it is said once, also where a signal has asked all to stop"
     assert number > 380
     assert now_s - NOW_S > 59
 

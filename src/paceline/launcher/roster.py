@@ -275,6 +275,7 @@ class Roster:
         self.fruitless = 0 if self.is_formed else self.fruitless + 1
         is_late = now_s - self._fruitless_since_s >= self.patience_s
         if self.fruitless >= MOST_FRUITLESS and is_late:
+            self._lost_at_s = None
             said = (f"worker {one}: {why}" for one, why in sorted(self._why_by_worker.items()))
             text = f"{self.fruitless} groups in a row could not be formed"
             return [Stop("; ".join((text, *said)))]
