@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, normalize
 
 from paceline import DistributedDataParallel
 from paceline.errors import DesyncError, UsageError
-from paceline.group import Membership
+from paceline.group import Membership, all_gather
 from paceline.group.world import World
 from paceline.testing import gradients, run_ranks, seeded
 from paceline.testing.ranks import gloo_group
@@ -195,3 +195,12 @@ def test_calls_that_do_not_belong_together_are_named_on_all_ranks() -> None:
         assert world.reduce(1) == 3, "they are in step"
 
     run_ranks(3, body)
+
+
+@SIZES
+def test_tensors_that_are_conjugate_views_are_gathered_as_their_values(size: int) -> None:
+    def body(world: World) -> list[Tensor]:
+        return all_gather(world.group, torch.tensor([1 + 2j, 3j * world.rank]).conj(), "Gathering")
+
+    for gathered in run_ranks(size, body):
+        assert [each.tolist() for each in gathered] == [[1 - 2j, -3j * r] for r in range(size)]

@@ -234,7 +234,7 @@ def all_gather(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
     """The tensors of all ranks, in rank order; all must have one shape and dtype."""
     if group.size() == 1:
         return [tensor.clone()]
-    real = _real(tensor)
+    real = _real(tensor.resolve_conj())
     with waiting(group):
         gathered = _gather(group, real, what)
     return list(map(torch.view_as_complex, gathered)) if tensor.is_complex() else gathered
