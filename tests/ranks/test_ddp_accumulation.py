@@ -10,8 +10,10 @@ import torch
 from sentences import says
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline import DistributedDataParallel, World
+from paceline.ddp.weight import LossWeight
 from paceline.errors import DesyncError, UsageError
 from paceline.testing import gradients, run_ranks, seeded
 
@@ -480,3 +482,28 @@ def test_averages_are_not_added_to_whatever_was_done_with_them(between: str) -> 
     for error in run_ranks(2, body, return_exceptions=True):
         assert isinstance(error, UsageError)
         assert "'a." in str(error)
+
+
+class Reads(TorchDispatchMode):
+    """Counts numbers that the host reads one by one, for each of which it would wait."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_weighted_backward_reads_no_gradient_by_itself_to_see_whether_it_was_zeroed(
+    value: float,
+) -> None:
+    params, weight = list(small().parameters()), LossWeight()
+    for param in params:
+        param.grad = torch.full_like(param, value)
+    weight.enter(2)
+    with Reads() as reads:
+        aside = weight.on_backward(params, None)
+        weight.reset(params)
+    assert len(aside) == (len(params) if value else 0)
+    assert reads.count == 0

@@ -6,8 +6,9 @@ gradients are this step's: neither an average of an earlier one, nor what the ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -85,7 +86,9 @@ class LossWeight:
 
         The gradient of `first` has come already.
         """
-        others, zeroed, kept, scaled = [], 0, 0, 0
+        others: list[tuple[Parameter, Tensor]] = []
+        changed: list[tuple[Parameter, Tensor]] = []
+        zeroed, kept, scaled = 0, 0, 0
         self._zeros.clear()
         for param in params:
             grad, is_first = param.grad, param is first
@@ -95,14 +98,22 @@ class LossWeight:
             noted = self._accumulated.get(id(param))
             if noted == now:
                 kept += 1
-                continue
-            is_gone = grad is None or is_first or _is_zero(grad)
-            if is_gone and grad is not None:
+            elif grad is None or is_first:
+                zeroed += noted is not None
+                if grad is not None:
+                    self._zeros.add(id(param))
+                    if noted is None and self._averaged.get(id(param)) == now:
+                        others.append((param, grad))
+            else:
+                changed.append((param, grad))
+        for (param, grad), is_zero in zip(changed, _find_zeros(changed), strict=True):
+            is_noted = id(param) in self._accumulated
+            if is_zero:
                 self._zeros.add(id(param))
-            zeroed += noted is not None and is_gone
-            scaled += noted is not None and not is_gone
-            is_average = self._averaged.get(id(param)) == now if is_first else not is_gone
-            if grad is not None and noted is None and is_average:
+                zeroed += is_noted
+            elif is_noted:
+                scaled += 1
+            else:
                 others.append((param, grad))
         self._is_partly_zeroed |= zeroed > 0 and kept > 0
         if not (others or kept or scaled or first is not None):
@@ -146,12 +157,12 @@ class LossWeight:
     def reset(self, params: Iterable[Tensor] = (), reached: Iterable[Tensor] = ()) -> None:
         """The step is over: these parameters have averages, unless all ranks have reached none."""
         self.was_used |= self._block is not None
-        dropped = self._zeros.difference(map(id, reached))
-        self._averaged = _note(
-            param
-            for param in params
-            if id(param) not in dropped or param.grad is None or not _is_zero(param.grad)
-        )
+        dropped, params = self._zeros.difference(map(id, reached)), list(params)
+        asked = [(p, p.grad) for p in params if id(p) in dropped and p.grad is not None]
+        zeros = {
+            id(p) for (p, _), is_zero in zip(asked, _find_zeros(asked), strict=True) if is_zero
+        }
+        self._averaged = _note(param for param in params if id(param) not in zeros)
         self._earlier, self._accumulated = 0.0, {}
         self._block_counts = self._has_unweighted = self._is_partly_zeroed = False
         self._sum_up()
@@ -164,5 +175,11 @@ def _note(params: Iterable[Tensor]) -> dict[int, tuple[int, int]]:
     return {key: (id(grad), grad._version) for key, grad in found if grad is not None}
 
 
-def _is_zero(grad: Tensor) -> bool:
-    return not bool((grad.coalesce().values() if grad.is_sparse else grad).any())
+def _find_zeros(grads: Sequence[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Of parameters with their gradients, whether these are zero; a device is waited for once."""
+    found = [(grad.coalesce().values() if grad.is_sparse else grad).any() for _, grad in grads]
+    return (
+        [not each for each in torch.stack([f.to(found[0].device) for f in found]).tolist()]
+        if found
+        else []
+    )
