@@ -334,6 +334,20 @@ def test_an_object_of_torchmetrics_is_given_all_predictions_at_once() -> None:
         assert scores == pytest.approx({"Hits": expected})
 
 
+def test_what_collect_draws_follows_the_step_and_leaves_no_trace() -> None:
+    run = make(mlp())
+
+    def evaluate() -> dict[str, float]:
+        return run.evaluate(
+            lambda batch: batch[0], Rows(9), collect=lambda _: {"drawn": torch.rand(()).item()}
+        )
+
+    before = torch.get_rng_state()
+    first = evaluate()
+    torch.testing.assert_close(torch.get_rng_state(), before, rtol=0, atol=0)
+    assert evaluate() == first
+
+
 @pytest.mark.parametrize(
     ("score", "collect", "part"),
     [

@@ -242,7 +242,10 @@ def score_share(parts: RunParts, wanted: Evaluation, step: int) -> ExactSums:
         if every and rank == 0:
             # By number alone, and stable: parts of one batch, which share it, stay in their order.
             joined = join([rows for _, rows in sorted(every, key=lambda each: each[0])])
-            numbers = _call(collect, joined)
+            # On rank 0 alone, and once more if a worker dies before all have the numbers.
+            with training.generators.kept():
+                training.generators.seed(config.seed, "evaluation", step, -1)
+                numbers = _call(collect, joined)
             sums |= {prefix + name: [[value], [1.0]] for name, value in numbers.items()}
     return sums
 
