@@ -1,8 +1,11 @@
-"""What a script counts in objects in `state=`, in, before and behind the block, through deaths."""
+"""What a script counts in objects in `state=`, and does to the model and its optimizer itself, in,
+before and behind the block, through deaths."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+import pytest
 
 from tests.faults import TrainingFaults, assert_survived, run_training, train_alone
 
@@ -57,6 +60,47 @@ assert counts.ahead == counts.behind == 32
 
 def test_what_a_loop_counts_in_state_counts_once_through_deaths(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
+    reference = train_alone(tmp_path / "script.py")
+    faults = (
+        TrainingFaults()
+        .kill(rank=0, step=3, where="before the sum")
+        .kill(rank=1, step=8, where="after the last bucket")
+        .kill(rank=0, step=12, where="in the commit")
+        .kill(rank=2, step=16, where="between steps")
+    )
+    done = run_training(tmp_path / "script.py", workers=3, faults=faults)
+    assert_survived(done, reference)
+
+
+CHANGES = """
+net = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3)).double()
+net[0].requires_grad_(False)
+optimizer = torch.optim.AdamW([each for each in net.parameters() if each.requires_grad], lr=0.02)
+"""
+
+
+@pytest.mark.parametrize("update", ["whole", "sharded"])
+def test_what_a_loop_does_to_the_model_and_its_optimizer_is_done_once(
+    update: str, tmp_path: Path
+) -> None:
+    """Worker 1 loses steps 5 and 20: of the first it gets the result, the other all do again."""
+    script = SCRIPT.replace("net, counts = nn.Linear(6, 3).double(), Counts()", "counts = Counts()")
+    script = script.replace("x = torch.randn(48", f"{CHANGES}x = torch.randn(48")
+    script = script.replace("torch.optim.AdamW(net.parameters(), lr=0.02)", "optimizer")
+    script = script.replace("Options(", f"Options(update={update!r}, ema=0.9, ")
+    script = script.replace(
+        "    counts.ahead += 1\n",
+        "    counts.ahead += 1\n    optimizer.param_groups[0]['lr'] *= 0.99\n",
+    ).replace(
+        "    counts.behind += 1\n",
+        "    counts.behind += 1\n"
+        "    net[1].weight.data.mul_(0.99)\n"
+        "    optimizer.param_groups[-1]['weight_decay'] += 0.01\n"
+        "    if step.number in (5, 19):\n"
+        "        added = net[0].weight if step.number == 5 else net[0].bias\n"
+        "        optimizer.add_param_group({'params': [added.requires_grad_()], 'lr': 0.1})\n",
+    )
+    (tmp_path / "script.py").write_text(script)
     reference = train_alone(tmp_path / "script.py")
     faults = (
         TrainingFaults()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline.data import Plan
 from paceline.errors import UsageError
 from paceline.group import HostCopy, Membership, all_reduce, exchange
-from paceline.run.state import copy_from
+from paceline.run.broadcast import copy_from
 from paceline.torch_private import NormBase
 
 _SMALL, _SAMPLES = 2**14, 2**10

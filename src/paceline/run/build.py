@@ -42,7 +42,7 @@ from paceline.group import (
     word_device,
 )
 from paceline.policy import NoiseMeter
-from paceline.run import islands
+from paceline.run import broadcast, islands
 from paceline.run.buffers import Buffers, check_sync_norm
 from paceline.run.code import refuse_other_code
 from paceline.run.config import RunConfig
@@ -73,7 +73,7 @@ from paceline.run.parts import (
 from paceline.run.recovery import Exchanges, Survival
 from paceline.run.resume import Resume
 from paceline.run.same_bits import refuse_other_arithmetic
-from paceline.run.state import RunState, Saving, copy_from
+from paceline.run.state import RunState, Saving
 from paceline.run.stop import LoaderSignals, StopRequest, Vote
 from paceline.run.updates import Precision, Rating, make_update
 from paceline.run.user_loader import UserLoader, find_global_batch, length_of, make_user_loader
@@ -402,7 +402,7 @@ def _make_engine(
     members, models = place.membership, config.models
     if models is not None and model is config.model:
         if (tensors := models.untrained()) and members.size > 1:
-            copy_from(members, 0, tensors, "Copying rank 0's models")
+            broadcast.copy_from(members, 0, tensors, "Copying rank 0's models")
         trained = {name: models.modules[name] for name in models.optimizers.parts}
         make = partial(_make_engine, config=config, place=place, shards=shards, audit=audit)
         engines = {name: make(module) for name, module in trained.items()}

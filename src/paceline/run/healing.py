@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PeerError
 from paceline.group import exchange
+from paceline.run.broadcast import broadcast_state
 from paceline.run.metrics import add_sums
 from paceline.run.models import adopt, adopted_by
-from paceline.run.state import broadcast_state
 from paceline.telemetry import Message, count_text
 
 if TYPE_CHECKING:
@@ -203,6 +204,8 @@ class Healing:
                 state.modes.join(sent["modes"])
             if is_new or before != progress.position:
                 parts.outlets.metrics.take_common(common)
+            if not is_new and before != progress.position and verdict.is_whole:
+                parts.exchanges.level = partial(state.load_numbers, sent)
 
     def _adopt(self, verdict: Verdict, mine: Standing, *, is_new: bool) -> None:
         """Take what the workers have agreed on."""

@@ -36,7 +36,7 @@ from paceline.islands import (
     find_place,
 )
 from paceline.run import stop
-from paceline.run.state import broadcast_state
+from paceline.run.broadcast import broadcast_state
 from paceline.telemetry import Message, bytes_text, count_text
 from paceline.update import Loss, WholeUpdate
 

@@ -299,10 +299,19 @@ class Exchanges:
         """What all workers have said since the last step, the same on each of them."""
         self.asked = 0
         """How many of them this worker has asked for."""
+        self.level: Callable[[], object] | None = None
+        """What makes this worker's state equal again, where it runs code of the script that those
+        it is compared with have run, or do not run. See Note [Code that runs twice]."""
 
     def begin_step(self) -> None:
         """A step is over: what was said before it is of no use any more."""
-        self.results, self.asked = [], 0
+        self.results, self.asked, self.level = [], 0, None
+
+    def catch_up(self) -> None:
+        """This worker's script has come as far as those of the others: undo what is done twice."""
+        if self.level is not None:
+            level, self.level = self.level, None
+            level()
 
     def exchange(self, compute: Callable[[], Any], what: str) -> list[Any]:
         """The values of all workers, each of which calls this between two steps.
@@ -321,7 +330,21 @@ class Exchanges:
     def _next(self, compute: Callable[[], Any], what: str) -> list[Any]:
         members = self._membership
         if self.asked == len(self.results):
+            self.catch_up()
             told = exchange(members.group, compute(), members.word_device, what)
             self.results.append(told)
         self.asked += 1
         return self.results[self.asked - 1]
+
+
+# Note [Code that runs twice]
+#
+# A worker that lost the sum of a step gets the step from one that has it. That one has also run the
+# script's code behind the block, up to where it waits for others; the worker runs this code next,
+# and what it does to parameters or to the optimizer, such as a lower rate or a new group, would be
+# done twice. So the worker takes the same state again where it has come as far: before it first
+# exchanges something, in its next turn, or at the end of the loop's body.
+#
+# Where a step is lost at the end of its block, the code behind the block and the code before the
+# next one run without a step in between. Where that block begins, the state is that in which the
+# lost one was left: the others do the step again without leaving it.

@@ -7,21 +7,20 @@ that would have come. Rank 0 reads and writes; the folder may be on its disk alo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from paceline.checkpoint import Checkpoints, Saved
 from paceline.data import Position
-from paceline.ddp import broadcast_tensors
 from paceline.errors import CheckpointError, PeerError, UsageError, check_members
-from paceline.files import RunFolder, find_info, restore_tensors, separate_tensors
-from paceline.group import Membership, broadcast, exchange
+from paceline.files import RunFolder, find_info, separate_tensors
+from paceline.group import Membership, exchange, map_tensors
 from paceline.policy import NoiseMeter
+from paceline.run.broadcast import broadcast_state
 from paceline.run.config import RunConfig
 from paceline.run.fit import Fit
 from paceline.run.folder_lock import FolderLock
@@ -40,7 +39,6 @@ MUST_BE_EQUAL = (
 """The facts that identify a run."""
 
 _ADVICE = "Give it state_dict() and load_state_dict(), so that it can be saved and loaded."
-_DTYPE_BY_NAME = {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 
 
 class RunState:
@@ -149,22 +147,40 @@ class RunState:
         Without objects, those of `state=` stay as they are, and without parts all but the model.
         """
         if with_parts:
-            self._check_parts(state)
-            state = {**state, "optimizer": self._in_order(state)}
-        self._weights.load_state_dict(state["model"])
-        for name, part in self._parts.items() if with_parts else ():
-            _load(part, state[name], f"the {name}")
+            self.load_numbers(state, is_behind=not with_objects)
+        else:
+            self._weights.load_state_dict(state["model"])
         for name, each in self._others.items() if with_objects and with_parts else ():
             _load(each, state["state"][name], f"state[{name!r}]")
         if "rating" in state:
             _load(self._rating, state["rating"], "the rating")
         if "fit" in state:
             _load(self._fit, state["fit"], "fit=")
-        if "modes" in state and with_objects:
-            _load(self.modes, state["modes"], "the parameters that are frozen")
         if "noise" in state and self.noise is not None and with_objects:
             _load(self.noise.scale, state["noise"], "the noise scale")
         return position_in(state), dict(state["metrics"])
+
+    def load_numbers(self, state: Mapping[str, Any], *, is_behind: bool = False) -> None:
+        """Load the model and what steps it. If this worker `is_behind`, its script is about to
+        freeze what the others have frozen, and to add groups of parameters as they have."""
+        self._check_parts(state)
+        groups = len(self._param_names())
+        state = {**state, "optimizer": self._in_order(state)}
+        self._weights.load_state_dict(state["model"])
+        for name, part in self._parts.items():
+            _load(part, state[name], f"the {name}")
+        if is_behind and groups:
+            self._drop_groups(groups)
+        elif "modes" in state and not is_behind:
+            _load(self.modes, state["modes"], "the parameters that are frozen")
+
+    def keep(self) -> Callable[[], None]:
+        """What loads the model and what steps it as they are now."""
+        self._goes_back = True
+        now = self.gather(Position(), {})
+        if isinstance(self._update, TurnUpdate):  # the other models are frozen just now
+            del now["modes"]
+        return partial(self.load_numbers, map_tensors(lambda t: t.to("cpu", copy=True), now))
 
     def _param_names(self) -> list[list[str]]:
         """Of the optimizer's parameters, by group: its own state numbers them."""
@@ -465,30 +481,3 @@ class Saving:
             return ""
         lost = step - self.written_step
         return f"the last {lost} steps are not saved. {self._checkpoints.problem}" * (lost > 0)
-
-
-def broadcast_state(members: Membership, value: Any, root: int, what: str) -> Any:
-    """The value that rank `root` has, on every worker; what the others pass is not looked at."""
-    is_root = members.rank == root
-    if members.size == 1:
-        return value
-    tensors, skeleton = separate_tensors(value) if is_root else ({}, b"")
-    shapes = {name: [str(t.dtype), list(t.shape)] for name, t in tensors.items()}
-    # A state may hold strings that are not valid Unicode, such as names of files.
-    mine = [skeleton.decode("utf-8", "surrogatepass"), shapes]
-    text, shapes = exchange(members.group, mine, members.word_device, what)[root]
-    if not is_root:
-        tensors = {
-            name: torch.empty(shape, dtype=_DTYPE_BY_NAME[dtype])
-            for name, (dtype, shape) in shapes.items()
-        }
-    copy_from(members, root, list(tensors.values()), what)
-    return (
-        value if is_root else restore_tensors(text.encode("utf-8", "surrogatepass"), tensors, what)
-    )
-
-
-def copy_from(members: Membership, root: int, tensors: Sequence[Tensor], what: str) -> None:
-    """Overwrite the tensors with those of rank `root`, some megabytes at a time."""
-    is_root, copy = members.rank == root, partial(broadcast, members.group)
-    broadcast_tensors(copy, tensors, root, what, is_root=is_root, device=members.word_device)

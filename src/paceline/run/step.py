@@ -103,8 +103,7 @@ class Step:
         self._computed: Shard | None = None
         self._losses: list[Loss] = []
         self._has_items: bool | None = None
-        self._is_weighted = False
-        self._items, self._scale, self._talks = 0.0, 1.0, 0
+        self._is_weighted, self._items, self._scale, self._talks = False, 0.0, 1.0, 0
 
     def __enter__(self) -> Step:
         if self.state is not Outcome.NEW:
@@ -120,6 +119,7 @@ class Step:
     def _begin(self) -> None:
         """Clear the gradients, and remember what has to be put back if this fails."""
         training, number = self._training, self.number
+        self._exchanges.catch_up()
         if number in self._outlets.watching.steps_to_record:
             indices = [index for shard in self._shards for index in shard.indices]
             recording = self._outlets.watching.recording(number, training.engine, indices)
@@ -400,7 +400,7 @@ class Step:
                 # Where that is dealt anew, it comes with the next turn of the loop.
                 self.again = self._regroup()
                 if self.again is not None:
-                    self.state = Outcome.UNDONE
+                    self.state, self._exchanges.level = Outcome.UNDONE, self._training.state.keep()
             elif error is not None:
                 losses.note_step(error, self.number)
                 if (meaning := self._training.precision.explain(error)) is not None:

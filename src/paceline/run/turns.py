@@ -146,6 +146,8 @@ class Turn(Step):
         whole = self._whole
         whole._has_told |= self._progress.count_talks() != whole._talks  # since the turn before
         self._has_told = whole._has_told
+        if not self._is_passed():  # before the other models are frozen
+            self._exchanges.catch_up()
         self._engine.open(self.name)
         self._aside, self.is_entered = self._metrics.put_aside(), True
         if self._is_passed():
