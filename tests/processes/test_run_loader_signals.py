@@ -1,4 +1,5 @@
-"""Processes that load data and SIGTERM: they outlive the first while a training needs them."""
+"""Processes that load data and SIGTERM: they outlive the first while a training needs them. What a
+script forks besides obeys it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from paceline.run.stop import LoaderSignals
+from paceline.run.stop import LoaderSignals, StopRequest
 
 
 def load(on_start: Callable[[int], None], wire: Connection) -> None:
@@ -43,3 +44,21 @@ def test_the_first_sigterm_ends_a_loader_only_if_nobody_needs_it(
     process.join(60)
     assert process.exitcode == -signal.SIGTERM
     process.close()
+
+
+def test_a_process_that_the_script_forks_during_a_run_obeys_sigterm() -> None:
+    """As those of a pool do, which is ended with it and waited for."""
+    said: list[str] = []
+    request = StopRequest(said.append)
+    request.listen()
+    try:
+        process = multiprocessing.get_context("fork").Process(target=signal.pause, daemon=True)
+        process.start()
+        process.terminate()
+        process.join(60)
+    finally:
+        request.ignore()
+    assert process.exitcode == -signal.SIGTERM
+    process.close()
+    assert said == []
+    assert request.signal == 0

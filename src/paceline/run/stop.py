@@ -245,6 +245,7 @@ class StopRequest:
         self.hears_of_failures = True
         """Whether no other worker can have failed without this one's knowledge."""
         self._since_s = 0.0
+        self._pid = 0
         self._is_said = False
         self._say = say
         self.before: dict[int, Any] = {}
@@ -254,6 +255,7 @@ class StopRequest:
         """From now on signals are requests. Only the main thread can listen."""
         if self.before or threading.current_thread() is not threading.main_thread():
             return
+        self._pid = os.getpid()
         for number in SIGNALS:
             # What was started to ignore an interrupt, as by nohup, still ignores it.
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -267,6 +269,13 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if os.getpid() != self._pid:
+            # A process that the script has forked, such as one of a pool. Whoever ends one means
+            # it; Ctrl-C reaches all, and may be one too many for what loads data for the step.
+            self.ignore()
+            if number == signal.SIGTERM:
+                os.kill(os.getpid(), number)
+            return
         now_s = time.monotonic()
         is_for_all = env.is_ending()
         if not self.signal or (self.is_leaving and is_for_all):
