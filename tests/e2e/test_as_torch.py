@@ -129,6 +129,40 @@ def test_a_world_that_the_script_spawns_gets_our_classes_and_torchs_own_code_kee
     assert sorted(done.stdout.splitlines()) == ["0 of 1 paceline", "checked"]
 
 
+NAMES = """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+    def names(wrapper):
+        yield from wrapper.state_dict()
+        yield from dict(wrapper.named_parameters())
+        yield from dict(wrapper.named_buffers())
+        yield from dict(wrapper.named_modules())
+        yield from get_model_state_dict(wrapper)
+        yield from torch.nn.ModuleDict({"inner": wrapper}).state_dict()
+        wrapper.load_state_dict(wrapper.state_dict())
+        set_model_state_dict(wrapper, get_model_state_dict(wrapper))
+        yield type(wrapper).__name__
+
+    dist.init_process_group("gloo")
+    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+    for name in "DistributedDataParallel", "DataParallel":
+        theirs, ours = vars(torch.nn.parallel)[name](net), globals()[name](net)
+        assert type(theirs) is not type(ours)
+        assert list(names(ours)) == list(names(theirs)), (list(names(ours)), list(names(theirs)))
+    print("the same")
+    dist.destroy_process_group()
+"""
+
+
+def test_an_unmodified_script_finds_the_names_that_torchs_wrappers_give(tmp_path: Path) -> None:
+    done = run(tmp_path, script=NAMES)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["the same"]
+
+
 EARLY = """
     import sys
     import paceline

@@ -20,6 +20,7 @@ from paceline.ddp.ordered import in_tree_order as in_tree_order
 from paceline.ddp.reducer import Reducer as Reducer
 from paceline.ddp.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 from paceline.ddp.sync_batch_norm import has_sync_batch_norm as has_sync_batch_norm
+from paceline.ddp.wrapper import TorchNames as TorchNames
 from paceline.ddp.wrapper import Wrapper as Wrapper
 from paceline.ddp.wrapper import bare as bare
 from paceline.ddp.wrapper import bare_name as bare_name

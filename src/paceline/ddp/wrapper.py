@@ -90,6 +90,18 @@ class Wrapper(nn.Module):
         return bare(self.module).named_modules(*args, **kwargs)
 
 
+class TorchNames(nn.Module):
+    """Before a wrapper among the bases: names begin with `module.`, as those of torch's do."""
+
+    state_dict = nn.Module.state_dict
+    named_parameters = nn.Module.named_parameters
+    named_buffers = nn.Module.named_buffers
+    named_modules = nn.Module.named_modules
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return {}
+
+
 def bare(module: nn.Module) -> nn.Module:
     """The user's own module, inside any wrappers of ours and of `torch.compile`."""
     while True:

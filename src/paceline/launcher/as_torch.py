@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from paceline import env
 from paceline.errors import UsageError
@@ -27,6 +27,8 @@ from paceline.launcher.worker import when_imported
 _DDP = "paceline.ddp", "DistributedDataParallel"
 _DP = "paceline.dp", "DataParallel"
 _SAMPLER = "paceline.data", "PaddedDistributedSampler"
+_NAMED_AS_TORCHS = {_DDP: ("paceline.ddp.as_torch", _DDP[1]), _DP: ("paceline.dp.as_torch", _DP[1])}
+"""For a script that is not modified, and knows parameters by the names that torch's give them."""
 OURS_BY_TORCHS = {
     ("torch.nn.parallel", "DistributedDataParallel"): _DDP,
     ("torch.nn.parallel.distributed", "DistributedDataParallel"): _DDP,
@@ -37,6 +39,10 @@ OURS_BY_TORCHS = {
     ("torch.utils.data.distributed", "DistributedSampler"): _SAMPLER,
 }
 
+AsTorch = bool | Literal["enable"]
+"""Whether a process is given our classes: by `--as-torch`, or by a call in the script."""
+
+_CHECKPOINT = "torch.distributed.checkpoint.state_dict"
 _KEEP_TORCHS = {"torch", "paceline"}
 _AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
@@ -53,22 +59,22 @@ def enable() -> None:
     if "torch" in sys.modules:
         check_unused()
     store_port = env.read_int(os.environ, "MASTER_PORT", default=0)
-    when_imported("multiprocessing.spawn", lambda: prepare_spawning(store_port, True))
+    when_imported("multiprocessing.spawn", lambda: prepare_spawning(store_port, "enable"))
     when_imported("torch", swap_classes)
 
 
-def prepare_spawned(store_port: int, as_torch: bool) -> None:
+def prepare_spawned(store_port: int, as_torch: AsTorch) -> None:
     """Prepare a process that a worker has spawned as the worker was."""
     when_imported("multiprocessing.spawn", lambda: prepare_spawning(store_port, as_torch))
     when_imported("torch", lambda: prepare_torch(store_port, as_torch))
 
 
-def prepare_spawning(store_port: int, as_torch: bool) -> None:
+def prepare_spawning(store_port: int, as_torch: AsTorch) -> None:
     """Make every process that multiprocessing spawns call `prepare_spawned` before all else."""
     from multiprocessing import spawn
 
     original = spawn.get_command_line
-    call = f"prepare_spawned({store_port}, {as_torch})"
+    call = f"prepare_spawned({store_port}, {as_torch!r})"
     prefix = f"from {__name__} import prepare_spawned; {call}; "
 
     def get_command_line(**kwargs: Any) -> list[str]:
@@ -82,7 +88,7 @@ def prepare_spawning(store_port: int, as_torch: bool) -> None:
     spawn.get_command_line = get_command_line
 
 
-def prepare_torch(store_port: int, as_torch: bool) -> None:
+def prepare_torch(store_port: int, as_torch: AsTorch) -> None:
     """Do what must be done as soon as torch has been imported."""
     import torch.distributed
 
@@ -91,7 +97,7 @@ def prepare_torch(store_port: int, as_torch: bool) -> None:
         if env.read_launched().survives:
             swap(torch.distributed, "init_process_group", join_group)
     if as_torch:
-        swap_classes()
+        swap_classes(is_modified=as_torch == "enable")
 
 
 def tell_if_alone(tell: Callable[[], None]) -> None:
@@ -136,10 +142,20 @@ def join_group(*args: Any, **kwargs: Any) -> None:
 
 
 @cache
-def swap_classes() -> None:
+def swap_classes(*, is_modified: bool = True) -> None:
     """Exchange every name of the table, once. torch must be fully imported."""
-    for (torch_module, name), (our_module, our_name) in OURS_BY_TORCHS.items():
+    for (torch_module, name), ours in OURS_BY_TORCHS.items():
+        our_module, our_name = ours if is_modified else _NAMED_AS_TORCHS.get(ours, ours)
         swap(import_module(torch_module), name, getattr(import_module(our_module), our_name))
+    if not is_modified:
+        when_imported(_CHECKPOINT, strip_names)
+
+
+def strip_names() -> None:
+    """Have torch.distributed.checkpoint cut `module.` off for our class as it does for torch's."""
+    module, name = _NAMED_AS_TORCHS[_DDP]
+    names = vars(import_module(_CHECKPOINT))
+    names["DDP"] = names["DDP"], getattr(import_module(module), name)
 
 
 def check_unused() -> None:
