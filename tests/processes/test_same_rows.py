@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 from paceline import DistributedDataParallel, DistributedSampler, World
 from paceline.ddp import SameRowsWarning
-from paceline.ddp.fingerprint import INPUT_STEPS, InputCheck
+from paceline.ddp.fingerprint import DATASET_STEP, INPUT_STEPS, InputCheck
 from paceline.testing import run_processes, seeded
 
 ROWS = torch.randn(48, 6, generator=torch.Generator().manual_seed(0))
@@ -143,3 +143,9 @@ def test_after_the_first_steps_nothing_is_hashed() -> None:
         check.see(step, ROWS)
         words = check.words(step, torch.device("cpu"))
         assert (words is not None) == (step in INPUT_STEPS)
+
+
+def test_the_inputs_of_a_step_that_broke_off_are_not_taken_for_a_dataset() -> None:
+    check = InputCheck()
+    check.see(INPUT_STEPS[-1], ROWS)
+    assert check.words(DATASET_STEP, torch.device("cpu")) is None

@@ -190,8 +190,7 @@ class InputCheck:
         found, self._hash = self._hash, None
         if step == DATASET_STEP:
             _waiting.discard(self)
-            if self._dataset is not None:
-                found = torch.tensor(self._dataset)
+            found = None if self._dataset is None else torch.tensor(self._dataset)
         # `spread` takes the lower bits: the upper ones are mixed into them.
         return None if found is None else spread((found ^ (found >> 32)).to(device))
 
