@@ -96,6 +96,22 @@ def test_backward_on_one_rank_only_raises_and_names_the_other() -> None:
     assert got[1] is None
 
 
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_a_rank_that_skips_a_backward_raises_in_its_next_forward(skipped: int) -> None:
+    def body(world: World) -> None:
+        model = wrap(nn.Sequential(small(), nn.BatchNorm1d(3)), world)
+        for step in range(4):
+            loss = model(mine(world)).square().mean()
+            if world.rank == 1 and step == skipped:
+                continue
+            loss.backward()
+
+    got = run_ranks(2, body, return_exceptions=True)
+    assert isinstance(got[1], DesyncError)
+    assert says(str(got[1]), "rank 1", "rank 0", "backward")
+    assert isinstance(got[0], PeerError)
+
+
 def test_a_rank_that_raises_in_the_middle_is_named_on_the_others() -> None:
     def body(world: World) -> None:
         model = wrap(small(), world)

@@ -472,8 +472,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         self._copy_from(root, tensors, "Copying the final model")
 
     def _copy_from(self, root: int, tensors: Sequence[Tensor], what: str) -> None:
-        transport, is_root = self._transport.get(), self.membership.rank == root
-        checks.broadcast_tensors(transport.copy, tensors, root, what, is_root=is_root)
+        is_root = self.membership.rank == root
+        checks.broadcast_tensors(self._reducer.copy, tensors, root, what, is_root=is_root)
 
     @outside_graphs
     def _after_forward(self, output: Any) -> None:

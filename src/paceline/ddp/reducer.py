@@ -157,17 +157,25 @@ class Reducer(BackwardFollower, TorchReducer):
 
     def meet(self, what: str) -> None:
         """Wait for all ranks, where the transport can; raise if one has begun its next backward."""
-        transport, places = self.transport, self._places
 
         def look() -> None:
-            if isinstance(places, SharedBuckets) and (ahead := places.overtaking()):
+            if ahead := self._ahead():
                 raise DesyncError(
                     f"{what} needs all ranks, but {name_ranks(ahead)} went on to the next step.",
                     advice="Call it on every rank, at the same point.",
                 )
 
-        if isinstance(transport, SharedMemory):
-            transport.meet(what, look)
+        if isinstance(self.transport, SharedMemory):
+            self.transport.meet(what, look)
+
+    def copy(self, flat: Tensor, root: int, what: str) -> None:
+        """Overwrite a flat tensor with the root's; raise if that waits for this rank elsewhere."""
+        ahead = [self._ahead] if isinstance(self.transport, SharedMemory) else []
+        self.transport.copy(flat, root, what, *ahead)
+
+    def _ahead(self) -> list[int]:
+        """The ranks that wait in a backward pass which this one has not begun, where known."""
+        return self._places.overtaking() if isinstance(self._places, SharedBuckets) else []
 
     @property
     def buckets(self) -> Sequence[Bucket]:
@@ -192,10 +200,7 @@ class Reducer(BackwardFollower, TorchReducer):
             self._abandon(self.broken)
 
     def shadow(self, weight: float) -> None:
-        """Take part in one backward of the others without gradients of one's own.
-
-        Where losses are weighted, a rank without inputs has no items.
-        """
+        """Take part in a backward of the others without gradients or weighted items of its own."""
         self.weight.set(0.0 if self.weight.was_used else weight)
         self._finish(Backward(skips=False, is_shadow=True))
 

@@ -112,8 +112,10 @@ class SharedMemory:
         self.meet(what)
         return self._unplaced.gather(flat, what)
 
-    def copy(self, flat: Tensor, root: int, what: str) -> None:
-        self.channel.copy(flat.view(torch.uint8), root, what)
+    def copy(
+        self, flat: Tensor, root: int, what: str, ahead: Callable[[], Sequence[int]] = list
+    ) -> None:
+        self.channel.copy(flat.view(torch.uint8), root, what, ahead)
 
     def make_buckets(self, segment: Segment) -> SharedBuckets:
         return SharedBuckets(segment, self.peers)
@@ -229,15 +231,17 @@ class BetweenHosts(SharedMemory):
     def make_buckets(self, segment: Segment) -> SharedBuckets:
         return BridgedBuckets(segment, self.peers, self._leaders)
 
-    def copy(self, flat: Tensor, root: int, what: str) -> None:
+    def copy(
+        self, flat: Tensor, root: int, what: str, ahead: Callable[[], Sequence[int]] = list
+    ) -> None:
         """From the root to its host, from its leader to the other leaders, from these to all."""
         hosts, source, tensor = self.hosts, self.hosts.host_of(root), flat.view(torch.uint8)
         if hosts.mine == source:
-            self.channel.copy(tensor, root, what)
+            self.channel.copy(tensor, root, what, ahead)
         if self._leaders is not None:
             broadcast(self._leaders, tensor, source, what, blame=self.group)
         if hosts.mine != source:
-            self.channel.copy(tensor, hosts.neighbours[0], what)
+            self.channel.copy(tensor, hosts.neighbours[0], what, ahead)
 
 
 Kind = Literal["auto", "shared_memory", "c10d"]

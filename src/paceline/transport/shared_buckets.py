@@ -160,10 +160,10 @@ class SharedBuckets:
         return [r for r, row in zip(self.ranks, rows, strict=False) if words[row + number] < least]
 
     def overtaking(self) -> list[int]:
-        """The ranks that have begun a turn of the first bucket which this one has not."""
-        mine = self.turns[0]
+        """The ranks that have begun a turn of the last bucket which this one has not."""
+        last = len(self.turns) - 1
         rows = zip(self.ranks, self.ready, strict=True)
-        return [rank for rank, row in rows if self.words[row] >> 1 > mine]
+        return [rank for rank, row in rows if self.words[row + last] >> 1 > self.turns[last]]
 
     def has_left(self, rank: int) -> bool:
         return bool(self.words[self._status[self.ranks.index(rank)]] != ALIVE)
@@ -296,9 +296,24 @@ class HostChannel(SharedBuckets):
         with _lock:
             _channels.add(self)
 
-    def copy(self, tensor: Tensor, root: int, what: str) -> None:
-        """Overwrite `tensor`, flat bytes, with that of rank `root` of this host."""
+    def copy(
+        self, tensor: Tensor, root: int, what: str, ahead: Callable[[], Sequence[int]] = list
+    ) -> None:
+        """Overwrite `tensor`, flat bytes, with that of rank `root` of this host, unless it is
+        `ahead`: waits for this rank in a backward pass."""
         source, mine = self.ranks.index(root), self.position
+
+        def look() -> None:
+            waits = self.words[self._met[source]] > self._meetings or root in ahead()
+            # In this order: what it has written up to here was written before it began to wait.
+            if waits and self.words[self.ready[source] + slot] < self._turn:
+                raise DesyncError(
+                    f"{what} on rank {self.group.rank()} waits for rank {root}, which waits in "
+                    "its backward pass for this one.",
+                    advice="Run the same forward and backward passes on every rank: leave a batch "
+                    "out, for example because its loss is NaN, on all of them or on none.",
+                )
+
         for start in range(0, tensor.numel(), SLOT_BYTES):
             piece = tensor[start : start + SLOT_BYTES]
             self._turn += 1
@@ -309,7 +324,7 @@ class HostChannel(SharedBuckets):
                 self.homes[slot][: piece.numel()].copy_(piece)
                 words[self.ready[mine] + slot] = self._written[slot] = self._turn
             else:
-                self._wait_for([(source, self.ready[source] + slot, self._turn)], what)
+                self._wait_for([(source, self.ready[source] + slot, self._turn)], what, look)
                 theirs = self.segment.bucket(source, slot)
                 piece.copy_(theirs[: piece.numel()])
                 words[self.summed[mine] + slot] = self._turn
