@@ -130,6 +130,7 @@ def test_a_world_that_the_script_spawns_gets_our_classes_and_torchs_own_code_kee
 
 
 NAMES = """
+    import pickle
     import torch
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -150,7 +151,7 @@ NAMES = """
     net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
     for name in "DistributedDataParallel", "DataParallel":
         theirs, ours = vars(torch.nn.parallel)[name](net), globals()[name](net)
-        assert type(theirs) is not type(ours)
+        assert type(theirs) is not type(ours) is type(pickle.loads(pickle.dumps(ours)))
         assert list(names(ours)) == list(names(theirs)), (list(names(ours)), list(names(theirs)))
     print("the same")
     dist.destroy_process_group()
