@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from paceline import DDPOptions, DistributedDataParallel, World
-from paceline.ddp.fingerprint import PERIOD
+from paceline.ddp.fingerprint import EVERY, PERIOD
 from paceline.errors import DesyncError, HookError, ReplicaError, UsageError
 from paceline.testing import run_ranks, seeded
 
@@ -298,6 +298,32 @@ def test_a_parameter_may_differ_where_it_is_nobodys_business() -> None:
 
     for make in (ignored, with_a_hook, by_option):
         run_ranks(2, lambda world, make=make: body(world, make))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_moving_away_from_the_parameters_for_one_average_as_sam_does_is_no_difference(
+    size: int,
+) -> None:
+    def body(world: World) -> list[Tensor]:
+        model = wrap(world, square())
+        for _ in range(2 * EVERY):
+            with model.no_sync():
+                model(rows(world)).square().mean().backward()
+            before = copies(model.parameters())
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.add_(param.grad, alpha=0.01)  # another way on every rank
+            model.zero_grad()
+            model(rows(world)).square().mean().backward()
+            with torch.no_grad():
+                for param, old in zip(model.parameters(), before, strict=True):
+                    param.copy_(old).sub_(param.grad, alpha=0.01)
+            model.zero_grad()
+        return copies(model.parameters())
+
+    first, *others = run_ranks(size, body)
+    for other in others:
+        assert all(map(torch.equal, first, other))
 
 
 def test_local_steps_between_averages_of_the_parameters_are_no_difference() -> None:

@@ -421,6 +421,8 @@ class DistributedDataParallel(TorchSurface, Wrapper, JoinSurface):
         wants_sync = self._reducer.wants_sync and torch.is_grad_enabled()
         if self._reducer.steps <= DATASET_STEP and torch.is_grad_enabled():
             self._reducer.agreement.inputs.see(self._reducer.steps, inputs)
+        if torch.is_grad_enabled() and not wants_sync:
+            self._reducer.agreement.take_fingerprint(self._reducer.steps, self.device)
         if is_joinable:
             any_wants_sync(self.process_group, self.device, wants_sync)
         self.__dict__["_syncs_buffers_next"] = wants_sync

@@ -119,11 +119,14 @@ class Agreement:
         self._size = membership.size
         self._params = params
         self._fingerprint: Fingerprint | None = None
+        self._taken: tuple[int, Tensor | None] = (-1, None)
+        """The step of the last fingerprint, and that."""
         self._late_words: HostCopy | None = None
 
     def on_generation(self) -> None:
         """Forget what the ranks of another group said."""
         self._size, self._late_words = self._membership.size, None
+        self._taken = -1, None
 
     def write(
         self,
@@ -146,10 +149,22 @@ class Agreement:
         if 1 < self._size <= LARGEST_SIZE and counts and not is_joined:
             if 0 < step <= DATASET_STEP:
                 fingerprint = self.inputs.words(step, target.device)
-            elif self.compares and step % EVERY == 0:
-                self._fingerprint = self._fingerprint or Fingerprint(self._params, target.device)
-                fingerprint = self._fingerprint.words(step, is_training=self.is_training())
+            else:
+                fingerprint = self.take_fingerprint(step, target.device)
         trailer.write(target, current.unused, words, fingerprint)
+
+    def take_fingerprint(self, step: int, device: torch.device) -> Tensor | None:
+        """Of the parameters as they are when this is first called in a step, if it has one.
+
+        That is in a forward pass under `no_sync()`, if there is one: between that and the average
+        each rank may move its own parameters for a while, as SAM does.
+        """
+        is_due = self.compares and 1 < self._size <= LARGEST_SIZE and step % EVERY == 0 < step
+        if is_due and self._taken[0] != step:
+            self._fingerprint = self._fingerprint or Fingerprint(self._params, device)
+            words = self._fingerprint.words(step, is_training=self.is_training())
+            self._taken = step, words
+        return self._taken[1] if is_due else None
 
     def _label(self, step: int) -> float:
         """Which model and which step this is, as a number small enough to be summed exactly."""
