@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import re
 import shlex
@@ -62,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
         # written to by every print.
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # a path may have any bytes
     try:
         return _dispatch(arguments)
     except PacelineError as error:
@@ -74,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return BROKEN_PIPE
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in {*FULL, errno.EIO} and error.filename is None:
             raise
         where = f": {error.filename}" if error.filename else ""
         _print_error(arguments, PacelineError(f"{error.strerror}{where}."))

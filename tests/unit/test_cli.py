@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -233,6 +235,48 @@ def test_a_mistake_is_explained_and_exits_with_2(
     assert said.startswith("paceline")
     assert all(word in said for word in words), said
     assert len(said.rstrip().splitlines()) <= 3
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["report", path] for path in ("n" * 300, "/proc/1/fdinfo")),
+        *(["timeline", path] for path in ("n" * 300, "x/" * 3000)),
+        *(["ckpt", "ls", path] for path in ("n" * 300, "x/" * 3000)),
+        *(["ckpt", "show", path] for path in ("n" * 300, "/proc/self/mem")),
+        ["trace", "n" * 300],
+        ["replay", "--step", "1", "n" * 300],
+    ],
+)
+def test_a_path_that_the_system_refuses_is_said_in_a_sentence(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) in (1, 2)
+    said = capsys.readouterr().err
+    assert said.startswith(f"paceline {arguments[0]}: ")
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    "arguments", [["replay", "--step", "1"], ["trace", "--folder"], ["ckpt", "show"], ["report"]]
+)
+def test_a_link_to_itself_is_a_path_like_any_other(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (link := tmp_path / "link").symlink_to(link)
+    assert main([*arguments, str(link)]) in (1, 2)
+    assert capsys.readouterr().err.startswith(f"paceline {arguments[0]}: ")
+
+
+def test_a_path_may_have_any_bytes(tmp_path: Path) -> None:
+    (tmp_path / "\udcff").mkdir()
+    command = [sys.executable, "-m", "paceline", "ckpt", "ls", "\udcff"]
+    environ = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environ, capture_output=True, timeout=60, check=False
+    )
+    assert done.stdout == b"\\udcff: 0 checkpoints\n"
+    assert b"Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

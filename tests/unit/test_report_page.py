@@ -176,6 +176,12 @@ def test_the_file_is_private_and_no_temporary_is_left(folder: RunFolder, tmp_pat
     assert os.listdir(tmp_path) == ["page.html"]
 
 
+@pytest.mark.parametrize("place", [".", "/"])
+def test_a_folder_is_not_replaced(place: str, folder: RunFolder) -> None:
+    with pytest.raises(UsageError, match="cannot be written"):
+        report.write(folder.path, place, force=True)
+
+
 def test_an_older_report_is_replaced_and_another_file_is_not(
     folder: RunFolder, tmp_path: Path
 ) -> None:

@@ -120,7 +120,8 @@ def find_folder(path: Path) -> Path:
 def find_entry(path: Path, step: int | None = None) -> CheckpointEntry:
     """The checkpoint that a path means: itself, or the newest in a folder of them."""
     if (path / MANIFEST).exists():
-        path = path.resolve()  # the user may name a link; inside a checkpoint none is followed
+        # The user may name a link; inside a checkpoint none is followed.
+        path = Path(os.path.realpath(path))
         with open_folder(path) as folder:
             # If the user has renamed it, the manifest has the step.
             return _entry_at(path) or CheckpointEntry(

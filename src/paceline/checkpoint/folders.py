@@ -7,6 +7,7 @@ appears as a whole or not at all, and never replaces another. Starts without tor
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
@@ -83,7 +84,7 @@ def _read_checkpoint(path: Path, step: int | None) -> Any:
 
     entry = find_entry(path, step)
     # Where the user has chosen a checkpoint, no older one may be loaded instead.
-    is_choice = step is not None or entry.path == path.resolve()
+    is_choice = step is not None or entry.path == Path(os.path.realpath(path))
     saved = read_entry(entry) if is_choice else Checkpoints(find_folder(path)).load()
     return None if saved is None else saved.state
 

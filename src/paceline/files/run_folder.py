@@ -72,7 +72,7 @@ class RunFolder:
 
     @property
     def name(self) -> str:
-        return self.path.resolve().name
+        return os.path.basename(os.path.realpath(self.path))
 
     def check_name(self) -> None:
         """Refuse a name that cannot appear in file names and pages."""
@@ -390,7 +390,7 @@ def make_private(folder: Path) -> None:
 @contextmanager
 def new_file(path: Path, is_synced: bool = False) -> Iterator[int]:
     """A file, readable by this user only, that replaces `path` if the block succeeds."""
-    temporary = path.with_name(f".tmp-{secrets.token_hex(8)}")
+    temporary = path.parent / f".tmp-{secrets.token_hex(8)}"
     file = open_private(str(temporary), os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         try:

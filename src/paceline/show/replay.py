@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Replay and print the comparison; returns 1 where bits differ."""
-    run = Path(args.run).resolve()
+    run = Path(os.path.realpath(args.run))
     recorded = compare.read_hashes(run)
     if args.step not in recorded:
         steps = ", ".join(map(str, sorted(recorded)[:10]))

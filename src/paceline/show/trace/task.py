@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -135,7 +136,7 @@ def _module(place: str) -> ModuleType:
     with _refused(f"{place!r} cannot be imported"):
         if path.suffix != ".py":
             return import_module(place)
-        sys.path.insert(0, str(path.resolve().parent))  # as for a script
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))  # as for a script
         name = f"paceline_traced_{path.stem}"
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None

@@ -263,7 +263,7 @@ class Watched:
         self.first = self.runs[0]
 
     def _add(self, path: Path) -> None:
-        names, own = {run.name for run in self.runs}, path.resolve().name
+        names, own = {run.name for run in self.runs}, os.path.basename(os.path.realpath(path))
         # Of several in different folders, all but the first get a number.
         numbered = chain([own], (f"{own}-{number}" for number in count(2)))
         name = next(each for each in numbered if each not in names)
