@@ -313,19 +313,20 @@ def first_host(text: str) -> str:
     return first
 
 
-def note_ending(environ: Mapping[str, str], *, by_signal: bool) -> None:
-    """As a launcher, tell workers why they are ended: a signal for all of them, or a failure."""
-    path = _signal_file(environ) if by_signal else environ[FAILURE_VARIABLE]
-    with suppress(OSError), open(path, "wb"):
-        pass
+def note_ending(environ: Mapping[str, str], stopped: str) -> None:
+    """As a launcher, tell workers why they are ended: `stopped` says by which signal to all of
+    them; it is empty for a failure."""
+    path = signal_file(environ) if stopped else environ[FAILURE_VARIABLE]
+    with suppress(OSError), open(path, "w", encoding="utf-8") as file:
+        file.write(stopped)
 
 
 def is_ending(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether the launcher ends all workers, because of a failure or a signal."""
-    return has_failed_peer(environ) or os.path.exists(_signal_file(environ))
+    return has_failed_peer(environ) or os.path.exists(signal_file(environ))
 
 
-def _signal_file(environ: Mapping[str, str]) -> str:
+def signal_file(environ: Mapping[str, str] = os.environ) -> str:
     folder = os.path.dirname(environ.get(FAILURE_VARIABLE, ""))
     return folder and os.path.join(folder, "signalled")
 

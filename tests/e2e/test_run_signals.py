@@ -38,6 +38,8 @@ for step in run:
         for (x,) in step.batches():
             step.backward(run.model(x).square().sum(), reduction="sum")
         time.sleep(pause_s)
+    if "prints" in sys.argv:
+        print(step.number, flush=True)
 print("finished", flush=True)
 """
 MANY = 20_000
@@ -182,6 +184,49 @@ def test_without_survival_all_workers_stop_after_the_same_step_if_one_gets_the_s
         process.communicate(timeout=60)
     assert process.returncode == 143
     assert_all_stopped_together(folder, ranks=2)
+
+
+@pytest.mark.parametrize("to_worker", [True, False])
+def test_a_hangup_is_the_reason_everywhere(to_worker: bool, folder: Path) -> None:
+    run = ("-m", "paceline", "run", "--workers", 2, "train.py", MANY, 0.02, 0, 0)
+    with started(folder, *run) as process:
+        wait_for_steps(folder, 5, ranks=2)
+        os.kill(pids_of(folder)[1] if to_worker else process.pid, signal.SIGHUP)
+        _, errors = process.communicate(timeout=60)
+    assert_stopped_by("SIGHUP", folder, process.returncode, errors)
+
+
+def test_a_reader_that_goes_stops_a_run_that_is_saved(folder: Path) -> None:
+    run = ("-m", "paceline", "run", "--workers", 2, "train.py", MANY, 0.02, 0, 0, "prints")
+    with started(folder, *run) as process:
+        wait_for_steps(folder, 5, ranks=2)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        errors = process.stderr.read()
+        process.wait(timeout=60)
+        process.stdout = None
+    assert_stopped_by("SIGPIPE", folder, process.returncode, errors)
+
+
+def test_a_signal_that_no_run_knows_stops_it_as_well(folder: Path) -> None:
+    flags = ("--workers", 2, "--signals-to-handle", "SIGTERM,SIGUSR1")
+    with started(folder, "-m", "paceline", "run", *flags, "train.py", MANY, 0.02, 0, 0) as process:
+        wait_for_steps(folder, 5, ranks=2)
+        process.send_signal(signal.SIGUSR1)
+        _, errors = process.communicate(timeout=60)
+    assert_stopped_by("SIGUSR1", folder, process.returncode, errors)
+
+
+def assert_stopped_by(name: str, folder: Path, code: int, errors: str) -> None:
+    """On the terminal, in `run.json`, in the last event and in the exit code."""
+    assert code == 128 + signal.Signals[name], errors
+    assert says(errors, f"stopped by {name}")
+    assert_all_stopped_together(folder, ranks=2)
+    info = read_info(record := RunFolder(folder / "run"))
+    assert info is not None
+    reasons = {event["reason"] for event in read_events(record) if event["kind"] == "stop"}
+    assert reasons == {info.reason} == {f"stopped by {name}"}
 
 
 def test_workers_that_are_all_asked_to_leave_stop_a_run_that_is_saved(folder: Path) -> None:

@@ -16,8 +16,9 @@ import os
 import signal
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from paceline import env
@@ -252,6 +253,15 @@ class RunResult:
         """Why the run has ended; None where it succeeded."""
         first = self.first_failure
         return self.stop or (None if first is None else StopReason.of(first))
+
+    def with_late(self, late: Sequence[WorkerExit], can_repeat: bool) -> RunResult:
+        """With those that were killed after their loop, if the others have failed for that."""
+        if not late or not any(each.failed and each.is_secondary for each in self.workers):
+            return self
+        found = RunResult((*self.workers, *late), self.stop)
+        if not can_repeat or found.reason is None:
+            return found
+        return replace(found, stop=replace(found.reason, lost_in=late[0].step))
 
     @property
     def lost_in(self) -> int:

@@ -112,6 +112,8 @@ class Console:
     """The descriptor of standard error's terminal, where there is one."""
     log: OutputLog | None = None
     """Where all that is shown is kept too."""
+    is_left: bool = False
+    """Whether the reader of a pipe is gone."""
     greeting: RunStatus | None = None
     """What the bottom line says until the first word of a worker."""
     _broken: set[str] = field(default_factory=set)
@@ -156,8 +158,8 @@ class Console:
         """A disk that is full does not end a training: what it does not take is lost, and said."""
         try:
             write(data)
-        except BrokenPipeError:  # its reader is gone
-            raise
+        except BrokenPipeError:
+            self.is_left = True
         except OSError as error:
             if where not in self._broken:
                 self._broken.add(where)

@@ -17,7 +17,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -102,8 +102,8 @@ class Supervisor:
         self.guard: OrphanGuard | None = None
         self.stop: StopReason | None = None
         """Why all are ended, if that is not the first failure among them."""
-        announced = env.read(env.FOLDER_VARIABLE, self.specs[0].environment)
-        self.folder = EndRecord(announced, self.console)
+        environ = self.specs[0].environment
+        self.folder = EndRecord(env.read(env.FOLDER_VARIABLE, environ), self.console)
         self.ending_since_ns, self.is_killed = 0, False
         self.oom_kills = OomKills()
         self.timers: dict[str, tuple[float, Callable[[], None]]] = {}
@@ -116,7 +116,7 @@ class Supervisor:
             on_template_gone=self.selector.unregister,
             may_start=self._may_start,
         )
-        wishes = env.read_observation(self.specs[0].environment)
+        wishes = env.read_observation(environ)
         self.judge = StallJudge(wishes.stall_s, wishes.stall_end_s) if wishes.stall_s else None
 
     def run(self) -> RunResult:
@@ -128,18 +128,14 @@ class Supervisor:
             self._sweep()
         except BaseException as error:
             end_now(self.workers)
+            failed = StopReason(text=f"the launcher failed: {summarize(error)}")
             is_signal = isinstance(error, KeyboardInterrupt)
-            text = f"the launcher failed: {summarize(error)}"
-            self.folder.record(StopReason.by_signal(2) if is_signal else StopReason(text=text))
+            self.folder.record(StopReason.by_signal(2) if is_signal else failed)
             raise
         finally:
             self._close()
-        result = RunResult(tuple(self.exits[rank] for rank in sorted(self.exits)), self.stop)
-        if self.late and any(each.failed and each.is_secondary for each in result.workers):
-            # For that the others have failed.
-            result = RunResult((*result.workers, *self.late), self.stop)
-            if self.generations.can_repeat and result.reason is not None:
-                result = replace(result, stop=replace(result.reason, lost_in=self.late[0].step))
+        ends = tuple(self.exits[rank] for rank in sorted(self.exits))
+        result = RunResult(ends, self.stop).with_late(self.late, self.generations.can_repeat)
         if result.reason is not None:
             self.folder.record(result.reason)
         return result
@@ -198,8 +194,7 @@ class Supervisor:
     def _turn(self) -> None:
         """Wait for the next event, and deal with it."""
         now_s = time.monotonic()
-        due = [now_s + _LONGEST_WAIT_S]
-        due += [when for when, _ in self.timers.values()]
+        due = [now_s + _LONGEST_WAIT_S, *(when for when, _ in self.timers.values())]
         due += self.reading.due_s(now_s)
         decided_s = self.generations.due_s if self._decides else None
         due += [when for when in (decided_s, self.starts.due_s) if when is not None]
@@ -404,7 +399,10 @@ class Supervisor:
             self._after(BLAME_PATIENCE_S, "blame", self.end_all)
 
     def on_signal(self) -> None:
-        for number in self.inbox.read() if self.inbox is not None else ():
+        numbers = [] if self.inbox is None else self.inbox.read()
+        if self.console.is_left and not self.ending_since_ns:  # the signal of any other program
+            numbers.append(signal.SIGPIPE)
+        for number in numbers:
             if number in RESIZING and number not in self.options.signals_to_handle:
                 if not self.ending_since_ns:
                     self.generations.resize(number)
@@ -434,15 +432,19 @@ class Supervisor:
         self.ending_since_ns = time.monotonic_ns()
         self.stop = self.stop or self.generations.end
         self.starts.give_up()
-        env.note_ending(self.specs[0].environment, by_signal=self._stops)
+        why = self.stop.text if self.stop else "another worker has failed"
+        env.note_ending(self.specs[0].environment, why if self._stops else "")
         if self._stops:
             self.generations.on_stop()
         else:
-            self.generations.tell_end(self.stop.text if self.stop else "another worker has failed")
+            self.generations.tell_end(why)
         for worker in self.alive:
             if not worker.failed_ns:  # one that has failed ends by itself
+                # A `Run` saves at the usual signals; and Python ignores that of a pipe.
+                is_odd = (is_run := self._trains(worker.rank)) or number == signal.SIGPIPE
+                word = signal.SIGTERM if is_odd and number not in ASKS_TO_END else number
                 # Those who train have heard it, and end their loaders, which a signal would reach.
-                worker.send(number if self._stops or not self._trains(worker.rank) else 0)
+                worker.send(word if self._stops or not is_run else 0)
                 worker.send(signal.SIGCONT)  # a stopped one handles no signal
         self._after(self._shutdown_timeout_s(), "kill", self.kill_all)
 

@@ -336,7 +336,7 @@ class Run:
                 return End("stopped", self._parts.training.rating.reason), 0
             case stop.BY_OTHERS:
                 return End("stopped", progress.reason), 0
-        return End("stopped", f"stopped by {stop.name_signal(number)}"), number
+        return End("stopped", stop.describe_signal(number)), number
 
     def _describe(self, error: BaseException | None, step: int) -> End:
         """An error ends the loop of this worker."""
@@ -423,10 +423,8 @@ class Run:
         """Do what the workers want; whether they want to change to another generation."""
         parts, progress = self._parts, self._parts.progress
         requests = parts.recovery.attempt(partial(parts.vote.result, step), instead=Requests())
-        if requests.terminate or requests.interrupt or requests.leaving == progress.size:
-            is_interrupt = requests.interrupt and not requests.terminate
-            number = signal.SIGINT if is_interrupt else signal.SIGTERM
-            progress.stopping = parts.stop.signal or number
+        if requests.number or requests.leaving == progress.size:
+            progress.stopping = requests.number or signal.SIGTERM
         elif requests.stop:
             progress.stopping = progress.stopping or stop.BY_SCRIPT
         if requests.save:

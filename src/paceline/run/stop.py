@@ -53,6 +53,13 @@ def name_signal(number: int) -> str:
     return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
+def describe_signal(number: int) -> str:
+    """Why a run stops; in the words of the launcher, if that has got a signal."""
+    with suppress(OSError, ValueError), open(env.signal_file(), encoding="utf-8") as file:
+        return file.read() or f"stopped by {name_signal(number)}"
+    return f"stopped by {name_signal(number)}"
+
+
 class End(NamedTuple):
     """How a loop ended: its status is `finished`, `stopped` or `failed`."""
 
@@ -76,7 +83,7 @@ def describe_end(
         case _ if error is UNKNOWN:
             return End("stopped", str(UNKNOWN))
         case KeyboardInterrupt():
-            return End("stopped", f"stopped by {name_signal(signal.SIGINT)}")
+            return End("stopped", describe_signal(signal.SIGINT))
         case SystemExit():
             code = error.code if isinstance(error.code, int) else 1
             return End("failed", f"worker {rank} ended with exit code {code} in step {step}")
@@ -312,7 +319,8 @@ class Requests(NamedTuple):
     interrupt: float = 0.0
     """How many were asked to stop by SIGINT."""
     terminate: float = 0.0
-    """How many were asked to stop by another signal."""
+    hangup: float = 0.0
+    """How many by SIGTERM, and by SIGHUP."""
     generation: float = 0.0
     """How many have heard of a generation that begins between two steps."""
     record: float = 0.0
@@ -324,6 +332,12 @@ class Requests(NamedTuple):
     save: float = 0.0
     evaluation: float = 0.0
     """How many have a callback that asks for it."""
+
+    @property
+    def number(self) -> int:
+        """The signal that stops all workers, the same on each of them; 0 for none."""
+        counts = ((signal.SIGTERM, self.terminate), (signal.SIGHUP, self.hangup))
+        return next((n for n, c in (*counts, (signal.SIGINT, self.interrupt)) if c), 0)
 
 
 class Vote:
@@ -392,11 +406,11 @@ class Vote:
         number = self._request.signal
         if self._request.is_leaving and self._membership.size > 1:
             number = 0
-        is_interrupt = number == signal.SIGINT
         self._told = set(self.asked)
         return Requests(
-            float(is_interrupt),
-            float(number and not is_interrupt),
+            float(number == signal.SIGINT),
+            float(number == signal.SIGTERM),
+            float(number == signal.SIGHUP),
             float(self.is_due()),
             # The folder, in which a person asks, may be on rank 0's disk alone.
             float(self._membership.leads and self.is_asked_to_record()),
