@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import time
@@ -37,6 +38,8 @@ for step in run:
                 os.kill(os.getpid(), signal.SIGKILL)
             step.backward(nn.functional.cross_entropy(run.model(inputs), targets))
         time.sleep(0 if fast else 0.02)
+    if rank == "1" and step.number == 10 and (here / "alone").exists():
+        run.save()
     (here / f"step{rank}").write_text(str(step.number))
 torch.save([net.state_dict(), run.step, run.model.transport], f"end{rank}.pt")
 """
@@ -94,6 +97,21 @@ def test_without_another_host_the_training_continues_and_starts_again_if_it_must
         assert "all start again" in said
         assert hosts[1].finish() == 137
     check(tmp_path, [0], expected)
+
+
+def test_workers_of_two_hosts_that_wait_for_each_other_are_ended_with_where_they_are(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "alone").touch()
+    with two_hosts(tmp_path) as hosts:
+        start(hosts, prepare(tmp_path), 1, 1, flags=["--stall-after", "1", "--stall-end", "2"])
+        assert [host.finish() for host in hosts] == [1, 1], hosts[0].output
+        info = json.loads((tmp_path / "run" / "run.json").read_text())
+        reason = "all 2 workers have waited for each other for 2 s"
+        assert (info["status"], info["reason"]) == ("failed", reason)
+        for host in hosts:
+            for text in (reason, "Worker 0 was at:", "Worker 1 was at:"):
+                assert text in host.output
 
 
 def test_who_is_cut_off_from_the_lead_ends_and_the_others_continue(

@@ -34,6 +34,7 @@ class Follower(Workers):
     _ledgers: dict[int, dict[str, Any]] = field(default_factory=dict)
     """As the lead knows them."""
     _ledgers_at_s: float = 0.0
+    _told_places: list[str] = field(default_factory=list)
 
     @property
     def is_needed(self) -> bool:
@@ -59,6 +60,12 @@ class Follower(Workers):
             self.say(f"worker {worker} {end.how}{end.where}.")
         self._report(said="died", worker=worker, end=asdict(end), ledger=ledger)
         return True
+
+    def gather_places(self, places: list[str]) -> list[str]:
+        if places != self._told_places and self.lead in self.channels:
+            self._told_places = places
+            self.channels[self.lead].send({"machine": "stuck", "places": places})
+        return []
 
     def keep_in_touch(self) -> None:
         """And let the lead know what it would miss if this machine was lost, as of just now."""

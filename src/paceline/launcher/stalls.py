@@ -66,23 +66,20 @@ class StallJudge:
     def find_deadlock(
         self, workers: Sequence[WorkerProcess], everyone: Workers
     ) -> StopReason | None:
-        """What to end the run for if all workers wait for each other; asked at every look.
-
-        Where some are on other machines, those may not wait.
-        """
+        """What to end the run for if all workers wait for each other; asked at every look."""
         before, self._did_all_wait = self._did_all_wait, all(each.word == WAITS for each in workers)
-        is_whole = len(workers) > 1 and not everyone.channels
-        if not (self._did_all_wait and is_whole):
-            return None
-        if not before:
-            for worker in workers:
+        places = []
+        for worker in workers if self._did_all_wait else ():
+            if before:
+                places.append(f"Worker {worker.rank} was at:\n{main_thread(read_stack(worker))}")
+            else:
                 _dump(worker)
+        if len(places := everyone.gather_places(places)) < 2:
             return None
-        text = f"all {len(workers)} workers have waited for each other for {self._end_s:.3g} s"
-        places = [
-            f"Worker {each.rank} was at:\n{main_thread(read_stack(each))}" for each in workers
-        ]
-        return StopReason(text=text, traceback="\n\n".join(places))
+        text = f"all {len(places)} workers have waited for each other for {self._end_s:.3g} s"
+        end = StopReason(text=text, traceback="\n\n".join(places))
+        everyone.pass_on(end)
+        return end
 
 
 def _dump(worker: WorkerProcess) -> None:

@@ -167,7 +167,8 @@ class Starts:
             why = LIMITS.get(number, os.strerror(number))
             why = error.what.rstrip(".") if isinstance(error, UsageError) else why
             how = f"could not be started: {why}"
-            self.generations.say(f"worker {spec.rank} {how}.")
+            lost = " What it does after the loop is lost." if spec.is_alone else ""
+            self.generations.say(f"worker {spec.rank} {how}.{lost}")
             self.generations.on_exit(WorkerExit(rank=spec.rank, exit_code=1, accused=how), {})
             return
         if isinstance(error, UsageError):

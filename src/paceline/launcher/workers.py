@@ -99,6 +99,8 @@ class Workers:
     _waiting: dict[int, bool] = field(default_factory=dict)
     _told: dict[int, bool] = field(default_factory=dict)
     """Whether workers wait too long, as other machines have told, and were told."""
+    _places: dict[int, list[str]] = field(default_factory=dict)
+    """Where workers of other machines wait, if all of a machine do."""
     _finished: set[int] = field(default_factory=set)
     _leavers: list[int] = field(default_factory=list)
     """Workers whose script has left its loop, while others have not; until that is said."""
@@ -204,6 +206,8 @@ class Workers:
                         self.reached[said].add(machine)
                     case {"machine": "waits", "is_waiting": bool(is_waiting)}:
                         self._waiting[machine] = is_waiting
+                    case {"machine": "stuck", "places": list(places)}:
+                        self._places[machine] = places
                     case _:
                         self._hear_machine(message)
         except ChannelBroken as error:
@@ -218,6 +222,12 @@ class Workers:
                 self._told[machine] = told
                 channel.send({"machine": "waits", "is_waiting": told})
         return waits or any(self._waiting.get(machine) for machine in self.channels)
+
+    def gather_places(self, places: list[str]) -> list[str]:
+        """Where the workers of all machines wait, given those of this one; nothing unless all do,
+        and this machine decides."""
+        others = [self._places.get(machine, []) for machine in self.channels]
+        return sum(others, places) if places and all(others) else []
 
     def keep_in_touch(self) -> None:
         """Tell workers what they had no room for; let other launchers know that this one lives,
