@@ -36,6 +36,23 @@ def folder(tmp_path: Path) -> RunFolder:
     return made
 
 
+def test_a_file_that_is_mostly_holes_is_read_as_far_as_there_is_something(
+    folder: RunFolder,
+) -> None:
+    """Reading a tebibyte of zeros would take hours."""
+    with EventWriter(folder, 0) as writer:
+        writer.write("start")
+        os.truncate(folder.events_of(0), 2**40)
+        writer.write("step")  # is appended
+    with open(folder.events_of(0), "ab") as file:
+        file.write(b"\n")
+    with EventWriter(folder, 0) as writer:
+        writer.write("stop")
+        os.truncate(folder.events_of(0), 2**41)
+    found = [each and each["kind"] for each in EventTail(folder.events_of(0)).read()]
+    assert found == ["start", None, "stop"]
+
+
 def test_the_folder_and_its_files_are_for_this_user_alone(folder: RunFolder) -> None:
     with EventWriter(folder, 0) as writer:
         writer.write("start")

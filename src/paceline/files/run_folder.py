@@ -317,8 +317,18 @@ class EventTail:
                         return
                     end = len(piece)  # inside a line that is too long: skip it piece by piece
                 self.position += end
+                if not piece.strip(b"\0"):  # a file may be mostly holes
+                    self.position = _skip_hole(file, self.position)
                 file.seek(self.position)
                 yield piece[:end]
+
+
+def _skip_hole(file: BinaryIO, position: int) -> int:
+    """Where the next byte is that the disk has stored, or the end of the file."""
+    try:
+        return os.lseek(file.fileno(), position, os.SEEK_DATA)
+    except OSError as error:
+        return file.seek(0, os.SEEK_END) if error.errno == errno.ENXIO else position
 
 
 def last_recorded_step(folder: RunFolder) -> int:
