@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import struct
@@ -83,6 +84,11 @@ def take_frame(channel: Channel) -> bytes:
     frame = channel._connection.recv(4096)
     channel._connection.setblocking(False)
     return frame
+
+
+def test_a_secret_may_have_any_bytes() -> None:
+    keys = {make_key(os.fsdecode(secret), "run") for secret in (b"\xff", b"\xfe", b"secret")}
+    assert len({KEY, *keys}) == 3
 
 
 def test_messages_arrive_whole_and_in_order(ends: Ends) -> None:

@@ -266,7 +266,8 @@ def pack_text(value: bytes) -> bytes:
 
 def make_key(secret: str, run_id: str) -> bytes:
     """What all launchers and workers of a run know."""
-    return hmac.digest(secret.encode(), f"paceline/{run_id}".encode(), "sha256")
+    data = f"paceline/{run_id}"  # any bytes, as the environment may have
+    return hmac.digest(os.fsencode(secret), os.fsencode(data), "sha256")
 
 
 def prove(key: bytes, whose: bytes, name: bytes, *nonces: bytes) -> bytes:
