@@ -167,7 +167,7 @@ def take_survival() -> dict[str, Any] | None:
 def take_parent() -> int:
     """The process with which this launcher is to end, once; 0 for none."""
     text = os.environ.pop(PARENT_VARIABLE, "")
-    return int(text) if text.isdigit() else 0
+    return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else 0
 
 
 @dataclass(frozen=True, slots=True)

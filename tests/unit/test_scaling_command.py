@@ -77,7 +77,9 @@ def test_flags_stand_before_the_script_or_directly_behind_it(
     assert found.script_args == own
 
 
-@pytest.mark.parametrize("text", ["", "0", "1,", "2-4", "a", "-1", "1,9999999", "\u00b2"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "1,", "2-4", "a", "-1", "1,9999999", "\u00b2", "1" * 5000]
+)
 def test_wrong_sizes_are_named(text: str) -> None:
     with pytest.raises(SettingError, match="--workers"):
         read_sizes("--workers", text)

@@ -349,10 +349,10 @@ def choose_threads(wanted: int | None, cores: int, most_workers: int) -> int | N
 def read_sizes(name: str, text: str) -> list[int]:
     """`1,2,4` as numbers."""
     parts = [part.strip() for part in text.split(",")]
-    is_good = all(part.isascii() and part.isdigit() for part in parts)
+    is_good = all(part.isascii() and part.isdigit() and len(part) < 20 for part in parts)
     if not is_good or not all(0 < int(part) <= _MOST_WORKERS for part in parts):
         raise SettingError(
-            f"{name} is {text!r}.", advice="Write numbers of workers with commas, as in 1,2,4."
+            f"{name} is {text!r:.100}.", advice="Write numbers of workers with commas, as in 1,2,4."
         )
     return [int(part) for part in parts]
 
