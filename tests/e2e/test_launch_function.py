@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -146,6 +147,26 @@ def test_a_killed_worker_ends_all() -> None:
     with pytest.raises(WorkerError, match=r"worker 0 was killed by signal 9 \(SIGKILL\)") as caught:
         paceline.launch(body, workers=2)
     assert "`paceline run`" in caught.value.advice
+
+
+def test_a_reader_that_goes_is_a_broken_pipe(tmp_path: Path) -> None:
+    script = """
+        import paceline
+        def body():
+            while True:
+                print("x" * 1000, flush=True)
+        try:
+            paceline.launch(body, workers=2)
+        except BrokenPipeError:
+            raise SystemExit(9)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE) as caller:
+        assert caller.stdout is not None
+        caller.stdout.readline()
+        caller.stdout.close()
+        assert caller.wait(timeout=60) == 9
+        caller.stdout = None
 
 
 def sleep_alone(seconds: int) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import ctypes
+import errno
 import multiprocessing
 import os
 import secrets
@@ -87,7 +88,9 @@ def launch(
         console = open_console(os.environ)
         stack.callback(console.flush, LAST_WAIT_S)
         result = Supervisor(specs, forks.start, options, console, store=store).run()
-        if (reason := result.reason) is not None:
+        if (reason := result.reason) is not None and reason.signal == signal.SIGPIPE:
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+        if reason is not None:
             raise WorkerError(
                 f"The function failed: {reason.text}.",
                 where=reason.traceback.rstrip(),
