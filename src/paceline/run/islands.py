@@ -193,7 +193,8 @@ class OuterUpdate(WholeUpdate):
             )
         kept = module.state_dict(keep_vars=True)  # a buffer that is not saved is a constant
         buffers = [each for name, each in module.named_buffers() if name in kept]
-        statistics = [each for each in buffers if each.is_floating_point()]
+        # Infinities are those of masks; less themselves they are NaN.
+        statistics = [b for b in buffers if b.is_floating_point() and b.isfinite().all()]
         self.outer = self.parts["islands"] = Outer(trained, statistics, options)
         self._module, self._options, self._place = module, options, place
         self._presence = Presence(place)
