@@ -47,11 +47,13 @@ def train(
     options: dict[str, Any] | None = None,
     decay: float = 1.0,
     evaluates: bool = False,
+    seeds: bool = True,
     **more: Any,
 ) -> list[Tensor]:
     """The parameters after a short training on this worker."""
     net = model or nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
-    seeded(net)
+    if seeds:
+        seeded(net)
     net = net.to(dtype)
     data = TensorDataset(X.to(dtype), Y)
     made = getattr(torch.optim, optimizer)(net.parameters(), lr=0.1)
@@ -375,6 +377,30 @@ def test_statistics_of_batch_norm_are_averaged_too() -> None:
     def island(world: World, at: str) -> list[Tensor]:
         model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
         return train(world, Islands(every=5, at=at), model=model)
+
+    [first], [second] = run_islands(2, 1, island)
+    assert_equal(first, second)
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_infinities_in_buffers_stay_what_they_are(delay: int) -> None:
+    def island(world: World, at: str) -> list[Tensor]:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 2))
+        model.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+        return [*train(world, Islands(every=4, delay=delay, at=at), model=model), model.mask]
+
+    for [(*_, mask)] in run_islands(2, 1, island):
+        assert torch.equal(mask, torch.full_like(mask, -torch.inf).triu(1))
+
+
+def test_frozen_parameters_that_differ_become_those_of_the_first_island() -> None:
+    def island(world: World, at: str) -> list[Tensor]:
+        frozen = nn.Linear(8, 2).requires_grad_(False)
+        model = nn.Sequential(nn.Linear(6, 8), frozen)
+        seeded(model)
+        with torch.no_grad():
+            frozen.bias.fill_(int(at[0]))
+        return train(world, Islands(every=4, at=at), model=model, seeds=False)
 
     [first], [second] = run_islands(2, 1, island)
     assert_equal(first, second)

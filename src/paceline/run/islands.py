@@ -416,7 +416,9 @@ class OuterUpdate(WholeUpdate):
     def _introduce(self, run: RunParts) -> dict[str, Any]:
         """What this island says of itself to the others."""
         digest = sha256()
-        for plain in [as_plain(fragment.anchor) for fragment in self.outer.fragments]:
+        fixed = [param for _, param in self._frozen]
+        for each in [*(fragment.anchor for fragment in self.outer.fragments), *fixed]:
+            plain = as_plain(each)
             digest.update(memory_of(plain))
         facts = {key: repr(v) for key, v in run.agreed.items() if key not in _OWN_FACTS}
         return {
