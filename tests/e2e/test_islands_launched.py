@@ -115,6 +115,12 @@ def test_an_island_that_comes_back_when_the_other_has_ended_has_its_state(tmp_pa
     assert first == second
 
 
+def test_an_island_that_dies_after_the_last_step_has_the_state_of_the_other(tmp_path: Path) -> None:
+    first, second = launch(tmp_path / "out", "--all-die-at", "24")
+    assert (first[0], (tmp_path / "out" / "island 1 died").exists()) == (24, True)
+    assert first == second
+
+
 def test_an_exception_in_one_island_is_the_reason_of_the_end_of_all(tmp_path: Path) -> None:
     ended = start(tmp_path / "out", "--raise-at", "5", "--epochs", "100000")
     assert ended.returncode == 1

@@ -409,6 +409,20 @@ def test_who_was_missing_in_the_last_round_gets_the_state_after_it_whenever_it_c
             second.presence.close()
 
 
+def test_a_round_that_comes_again_after_all_islands_have_died_is_a_new_one() -> None:
+    with meeting_place(2) as address:
+        islands = [Island(address, number, 2) for number in range(2)]
+        for text in (b"before", b"now"):
+            for island in islands:
+                island.presence.renew()
+            for each in [island.join(4) for island in islands]:
+                answer(each)
+            for each in [island.meet(8, text) for island in islands]:
+                assert answer(each)[1] == text
+            for island in islands:
+                island.presence.close()
+
+
 def test_an_island_whose_workers_are_gone_does_not_join() -> None:
     with meeting_place(2) as address:
         first, second = (Island(address, number, 2) for number in range(2))

@@ -4,7 +4,8 @@
             advanced one. A later one waits for the next round, and gets the state after it; after
             the last round, it gets the state that was kept because an island was missing.
     round   every island sends, and gets what all have sent. After a deadline the round ends without
-            those that have not sent; they are behind then, and have to join again.
+            those that have not sent; they are behind then, and have to join again. The last one has
+            no bytes: who comes to it has what the training has computed.
     state   of an island that was asked for it, for those that wait to join
     be      a connection that each worker keeps open: an island without one has died
 
@@ -89,7 +90,7 @@ class RoundServer:
         """By island, the answer to its request to join."""
         self._facts: dict[str, Any] = {}
         """The settings of the first island; all must have the same."""
-        self._has_begun = self._is_over = False
+        self._has_begun = self._has_trained = self._is_over = False
         self._last: Answer | None = None
         """The state after the last round, if an island was missing in it."""
         self._begin_by_s: float | None = None
@@ -200,6 +201,8 @@ class RoundServer:
             self._gone.clear()
         for round_ in self._rounds.values():
             self._end_if_complete(round_)
+        if not self._members:  # their steps may come again, from an older checkpoint
+            self._rounds.clear()
         self._changed.notify_all()
 
     def _join(self, island: int, head: dict[str, Any]) -> Answer:
@@ -234,7 +237,7 @@ class RoundServer:
             return None
         now_s = time.monotonic()
         if self._begin_by_s is None:
-            self._begin_by_s = now_s + (timeout_s if self._rounds else START_S)
+            self._begin_by_s = now_s + (timeout_s if self._has_trained else START_S)
         if len(self._joining) < self._count and now_s < self._begin_by_s:
             return self._begin_by_s - now_s
         best = max(each.step for each in self._joining.values())
@@ -260,6 +263,7 @@ class RoundServer:
         with self._changed:
             if island not in self._members:
                 return ({"is_late": True},)
+            self._has_trained = True
             found = self._rounds.get(step)
             if found is None:
                 found = self._rounds[step] = Round(time.monotonic() + timeout_s)
@@ -320,6 +324,6 @@ class RoundServer:
                 del self._joining[other]
                 self._answers[other] = ({**head, "from": island}, body)
                 self._members.add(other)
-                if self._rounds:
+                if self._has_trained:
                     self._say(f"island {other} takes part again, after step {head['step']}.")
             self._changed.notify_all()

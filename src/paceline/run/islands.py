@@ -283,14 +283,8 @@ class OuterUpdate(WholeUpdate):
         assert self._plan is not None
         numbers = self._options.starts(step, last)
         before = (self._options.start_before(number, step) for number in numbers)
-        head = {
-            "ask": "round",
-            "step": step,
-            "is_last": step == last,
-            "weights": [self._plan.count_samples(first + 1, step) for first in before],
-            "rate": self.outer.rate,
-            "timeout_s": self._options.timeout_s,
-        }
+        weights = [self._plan.count_samples(first + 1, step) for first in before]
+        head = self._describe(step, weights)
         payload = self.outer.payload
         copy = None if payload.device.type == "cpu" else HostCopy(payload)
 
@@ -303,6 +297,14 @@ class OuterUpdate(WholeUpdate):
             return room, memory_of(room)
 
         return Request(self._place, head, get_body, room_for)
+
+    def _describe(
+        self, step: int, weights: Sequence[int], *, is_last: bool = False
+    ) -> dict[str, Any]:
+        """A round, as this island asks for it."""
+        rate, timeout_s = self.outer.rate, self._options.timeout_s
+        head = {"step": step, "weights": weights, "rate": rate, "timeout_s": timeout_s}
+        return {"ask": "round", "is_last": is_last, **head}
 
     def _land(self, step: int, last: int) -> None:
         """Take the step of all islands that began after `step`."""
@@ -362,10 +364,16 @@ class OuterUpdate(WholeUpdate):
     def tend(self) -> None:
         """Between two steps, on all workers: give the state to who waits for it, or take theirs."""
         assert self._run is not None
+        assert self._plan is not None
         while self.outer.must_join:
             self._join(self._run)
+        step = self._run.progress.position.step
+        if step == self._plan.steps and self._place.count > 1 and self._members.leads:
+            # A round without bytes: an island that dies before it gets the state of the others.
+            head = self._describe(step + 1, (), is_last=True)
+            head, _ = self._wait(Request(self._place, head))
+            self._gives = self._gives or bool(head.get("gives"))
         if self._gives and self._members.leads:
-            step = self._run.progress.position.step
             gathered = self._run.training.state.gather(self._run.progress.position, {})
             head = {"ask": "state", "step": step}
             state = encode(gathered)
