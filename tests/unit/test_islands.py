@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import tempfile
 import threading
 from typing import Any
 
@@ -17,6 +19,7 @@ from paceline.islands import (
     Outer,
     Presence,
     Request,
+    RoundServer,
     find_place,
     forecast_islands,
 )
@@ -407,6 +410,26 @@ def test_who_was_missing_in_the_last_round_gets_the_state_after_it_whenever_it_c
                 b"end",
             )
             second.presence.close()
+
+
+def test_the_meeting_place_stays_for_an_island_that_missed_the_last_round() -> None:
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/islands")
+        listener.listen()
+        server = RoundServer(listener, 2)
+        first, second = (Island(f"{folder}/islands", number, 2) for number in range(2))
+        for each in [first.join(0), second.join(0)]:
+            answer(each)
+        second.presence.close()
+        answer(first.meet(9, b"", is_last=True))
+        Request(first.place, {"ask": "state", "step": 9}, lambda: b"end").wait(lambda: False)
+        first.presence.close()
+        assert not server.wait_until_left(0.1)
+        second.presence.renew()
+        assert answer(second.join(3))[1] == b"end"
+        second.presence.close()
+        assert server.wait_until_left(60.0)
+        server.close()
 
 
 def test_a_round_that_comes_again_after_all_islands_have_died_is_a_new_one() -> None:

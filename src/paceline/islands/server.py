@@ -90,7 +90,9 @@ class RoundServer:
         """By island, the answer to its request to join."""
         self._facts: dict[str, Any] = {}
         """The settings of the first island; all must have the same."""
-        self._has_begun = self._has_trained = self._is_over = False
+        self._has_begun = self._has_trained = False
+        self._finished: set[int] = set()
+        """The islands that have the result of the training, or are to end without it."""
         self._last: Answer | None = None
         """The state after the last round, if an island was missing in it."""
         self._begin_by_s: float | None = None
@@ -104,11 +106,18 @@ class RoundServer:
         """Whether there are several islands, and none has ever asked to join the others."""
         return self._count > 1 and not self._facts
 
-    def wait_until_left(self, timeout_s: float) -> None:
-        """After the last round, wait until every worker has its answer and has left."""
+    def wait_until_left(self, timeout_s: float) -> bool:
+        """After the last round, wait until every island has the result and has left."""
+
+        def is_done() -> bool:
+            return len(self._finished) == self._count and not any(self._workers.values())
+
         with self._changed:
-            if self._is_over:
-                self._changed.wait_for(lambda: not any(self._workers.values()), timeout_s)
+            missing = [n for n in range(self._count) if self._finished and n not in self._finished]
+            if missing:
+                names = ", ".join(f"island {number}" for number in missing)
+                self._say(f"waiting up to {timeout_s:g} s for {names} to get the result.")
+            return not self._finished or self._changed.wait_for(is_done, timeout_s)
 
     def close(self) -> None:
         """End all connections, and wait for their threads."""
@@ -223,8 +232,9 @@ class RoundServer:
                 if self._joining.get(island) is not arrival:
                     # Answered; or the island has died, or has sent a newer request.
                     return self._answers.pop(island, ({"gone": True},))
-                if self._is_over and (self._last is not None or not self._members):
+                if self._finished and (self._last is not None or not self._members):
                     del self._joining[island]
+                    self._finished.add(island)
                     return self._last or ({"over": True},)
                 left_s = self._try_to_begin(float(head["timeout_s"]))
                 if self._joining.get(island) is arrival:
@@ -279,7 +289,7 @@ class RoundServer:
                     self._changed.wait(left_s)
             if island not in found.sent or not found.is_over:
                 return ({"is_late": True},)
-            self._is_over = self._is_over or bool(head["is_last"])
+            self._finished |= found.sent.keys() if head["is_last"] else set()
             for old in sorted(self._rounds)[:-_KEPT_ROUNDS]:
                 del self._rounds[old]
             islands = sorted(found.sent)
@@ -318,8 +328,9 @@ class RoundServer:
     def _pass_state_on(self, island: int, head: dict[str, Any], body: Room) -> None:
         """Give the state of an island to those that wait for one."""
         with self._changed:
-            if self._is_over:
+            if self._finished:
                 self._last = {**head, "from": island}, body
+                self._finished |= self._joining.keys()
             for other in list(self._joining) if island in self._members else ():
                 del self._joining[other]
                 self._answers[other] = ({**head, "from": island}, body)

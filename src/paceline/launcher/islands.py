@@ -36,7 +36,7 @@ from paceline.launcher.process import private_folder
 from paceline.launcher.workers import RESIZING
 
 LINGER_S = 60.0
-"""How long the meeting place stays for islands that have yet to hear of the last round."""
+"""How long the meeting place stays for islands that have yet to get the result."""
 _EVERYWHERE = "0.0.0.0"
 _OWN = ("island", "nproc_per_node", "watch", "timeline", "log_dir", "threads")
 """Flags that differ from island to island."""
