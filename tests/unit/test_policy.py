@@ -308,7 +308,8 @@ def test_the_page_quotes_what_is_really_said() -> None:
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        *(("--batch", "0"), ("--batch", "9" * 40), ("--workers", "0"), ("--workers", "1000000000")),
+        *(("--batch", "0"), ("--batch", "9" * 40), ("--workers", "0"), ("--workers", "1")),
+        ("--workers", "1000000000"),
         *(("--rows", "-1"), ("--rows", "0"), ("--parameters", "nan"), ("--parameters", "1e308")),
         *(("--step-ms", "inf"), ("--step-ms", "1e-320"), ("--bandwidth-gbps", "0")),
     ],

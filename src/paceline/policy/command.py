@@ -67,6 +67,7 @@ def weigh_islands(args: argparse.Namespace) -> Forecast | None:
             "Whether islands pay depends on three numbers.",
             advice="Pass --parameters, --step-ms and --bandwidth-gbps together.",
         )
+    check_whole("--workers", args.workers, 2)
     parameters, step_ms, gbps = given
     per_s = gbps * 1e9 / 8
     return forecast_islands(
