@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -173,6 +174,15 @@ def test_signals_that_add_a_worker_and_take_one_away_go_to_every_island(tmp_path
         assert launcher.wait(120) == 128 + signal.SIGHUP
         assert has(said, "stopped by SIGHUP", 2)
         assert not has(said, "1 other continues", 1), "both were asked to end"
+
+
+def test_an_island_that_is_asked_to_end_ends_the_others_in_order(tmp_path: Path) -> None:
+    with running(tmp_path / "out") as (launcher, said):
+        found = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+        os.kill(int(found[-1]), signal.SIGTERM)
+        assert launcher.wait(120) == 128 + signal.SIGTERM
+        assert has(said, "paceline: stopped by SIGTERM", 2)
+        assert has(said, "failed", 0)
 
 
 def test_islands_whose_launcher_is_killed_end_in_order(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from paceline.errors import UsageError
 from paceline.group import listen, short_path
 from paceline.islands import ISLAND_VARIABLE, IslandPlace, RoundServer
 from paceline.islands import island_key as make_island_key
-from paceline.launcher.deaths import end_file
+from paceline.launcher.deaths import ASKS_TO_END, end_file
 from paceline.launcher.flags import FLAGS, LaunchOptions
 from paceline.launcher.plan import count_cores, count_workers, find_gpus
 from paceline.launcher.process import private_folder
@@ -204,9 +204,14 @@ class Archipelago:
             self._start(number)
         elif code:
             if not self._code and not self._signal:
-                _say(f"island {number} has failed; the others are ended.")
-                self._tell_why(number)
-                self._end(signal.SIGTERM)
+                if (asked := code - 128) in ASKS_TO_END:
+                    name = signal.Signals(asked).name
+                    _say(f"island {number} was stopped by {name}; so are the others.")
+                else:
+                    asked = signal.SIGTERM
+                    _say(f"island {number} has failed; the others are ended.")
+                    self._tell_why(number)
+                self._end(asked)
             self._code = self._code or (code if code > 0 else 128 - code)
 
     def _tell_why(self, number: int) -> None:
