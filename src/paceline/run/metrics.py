@@ -143,11 +143,7 @@ class Metrics:
 
     def applied(self) -> ExactSums:
         """Those of the epoch, with those of applied turns; waits for tensors."""
-        if not self._applied:
-            return self.epoch
-        sums = _read(self._applied)
-        add_sums(sums, self.epoch)
-        return sums
+        return add_all([_read(self._applied), self.epoch]) if self._applied else self.epoch
 
     def end_step(self, report: Any) -> None:
         """Close the step under way; report those that have arrived."""
@@ -185,21 +181,13 @@ class Metrics:
     def sums_of_epoch(self) -> ExactSums:
         """This worker's sums of the epoch so far, all of them; those in common are rank 0's."""
         self.flush(wait=True)
-        if not self._members.leads:
-            return self.epoch
-        sums: ExactSums = {}
-        add_sums(sums, self.epoch)
-        add_sums(sums, self._common)
-        return sums
+        return add_all([self.epoch, self._common]) if self._members.leads else self.epoch
 
     def common_sums(self) -> ExactSums:
         """What is in common so far, with the step under way."""
         self.flush(wait=True)
-        sums: ExactSums = {}
-        add_sums(sums, self._common)
-        for name, value in self._common_now.items():
-            add_sums(sums, {name: [[float(value)], [1.0]]})
-        return sums
+        now = {name: [[float(value)], [1.0]] for name, value in self._common_now.items()}
+        return add_all([self._common, now])
 
     def take_common(self, sums: ExactSums) -> None:
         """Another worker has come further: take over what it has in common with the others."""

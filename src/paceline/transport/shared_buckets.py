@@ -24,14 +24,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from paceline import env
 from paceline.errors import DesyncError, PeerError
 from paceline.group import Group, explain_failure, have_left, is_aborted, waiting, world_ranks
 from paceline.torch_private import group_timeout_s
@@ -454,7 +453,8 @@ class Peers:
         return ""
 
     def _is_any_stopped(self, ranks: Sequence[int]) -> bool:
-        return any(_is_stopped(self._pid_by_rank[rank]) for rank in ranks)
+        states = (env.read_process(self._pid_by_rank[rank])[0] for rank in ranks)
+        return any(state in (b"T", b"t") for state in states)
 
     def _explain(self, what: str, reason: str, late: Sequence[int]) -> PeerError:
         known = world_ranks(self.group)
@@ -466,13 +466,6 @@ class Peers:
 def _let_others_run() -> None:
     time.sleep(0)  # unlike sched_yield, this also lets the other threads of this process run
     os.sched_yield()
-
-
-def _is_stopped(pid: int) -> bool:
-    with suppress(OSError):
-        # After the last bracket: the name of a program may have brackets and spaces of its own.
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
-    return False
 
 
 def plan_slices(length: int, ranks: int, bucket: int) -> list[tuple[int, int]]:
