@@ -208,6 +208,15 @@ def check_whole(
         raise UsageError(f"{name} is {shown(value, 100)}.", advice=advice)
 
 
+def check_number(
+    name: str, value: Any, low: float, high: float, advice: str, *, ends: bool = False
+) -> None:
+    """Refuse an argument that is not a number between two; with `ends` it may be one of them."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not (low < value < high or (ends and value in (low, high))):
+        raise UsageError(f"{name} is {shown(value, 100)}.", advice=advice)
+
+
 def check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Refuse an argument that is not one of the choices."""
     if value not in choices:

@@ -13,7 +13,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.errors import UsageError, check_choice, check_whole, refuse_unknown_arguments
+from paceline.errors import (
+    UsageError,
+    check_choice,
+    check_number,
+    check_whole,
+    refuse_unknown_arguments,
+)
 
 RISES_TO, RISING_LR = 0.85, 0.9
 
@@ -57,11 +63,11 @@ class Islands:
         check_choice("outer", self.outer, ("nesterov", "sgd"))
         check_choice("bits", self.bits, (32, 16, 8))
         if self.lr is not None:
-            _check_number("lr", self.lr, 0.0, math.inf, "Pass a number above 0, or None.")
-        _check_number("timeout_s", self.timeout_s, 0.0, math.inf, "Pass a number of seconds.")
-        if self.momentum is not None and self.momentum != 0:
+            check_number("lr", self.lr, 0, math.inf, "Pass a number above 0, or None.")
+        check_number("timeout_s", self.timeout_s, 0, math.inf, "Pass a number of seconds.")
+        if self.momentum not in (None, 0):
             advice = "Pass a number from 0 up and below 1, or None."
-            _check_number("momentum", self.momentum, 0.0, 1.0, advice)
+            check_number("momentum", self.momentum, 0, 1, advice)
         if self.every % self.fragments:
             raise UsageError(
                 f"{self.fragments} fragments do not divide {self.every} steps between two rounds.",
@@ -126,9 +132,3 @@ class Islands:
         """The step of a fragment's previous exchange before `step`; 0 before the first."""
         turn = (fragment + 1) * self.period
         return max(0, (step - 1 - turn) // self.every * self.every + turn)
-
-
-def _check_number(name: str, value: object, low: float, high: float, advice: str) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not low < value < high:  # type: ignore[operator]
-        raise UsageError(f"{name} is {value!r}.", advice=advice)

@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from paceline.errors import UsageError, check_choice, check_whole
+from paceline.errors import UsageError, check_choice, check_number, check_whole
 
 Keep = Literal["device", "global"]
 Rule = Literal["none", "linear", "sqrt"]
@@ -145,11 +145,8 @@ class LearningRate:
         for name, kind in (("rule", Rule), ("decay", Decay)):
             check_choice(name, getattr(self, name), get_args(kind))
         for name in ("warmup_from", "decay_to"):
-            if not 0.0 <= getattr(self, name) <= 1.0:
-                raise UsageError(
-                    f"{name} is {getattr(self, name)!r}.",
-                    advice="It is a share of the full learning rate, from 0 to 1.",
-                )
+            advice = "It is a share of the full learning rate, from 0 to 1."
+            check_number(name, getattr(self, name), 0, 1, advice, ends=True)
         if self.decay != "none" and (self.steps is None or self.steps <= self.warmup_steps):
             raise UsageError(
                 f"A {self.decay} decay over steps={self.steps} after {self.warmup_steps} steps of "

@@ -27,6 +27,7 @@ from paceline.errors import (
     UsageError,
     check_choice,
     check_members,
+    check_number,
     check_whole,
     refuse_unknown_arguments,
     shown,
@@ -35,7 +36,7 @@ from paceline.files import RunFolder, RunInfo, find_info
 from paceline.group import World, flatten
 from paceline.islands import Islands
 from paceline.run.fit import check_fit
-from paceline.run.models import ByName, Models, take_models
+from paceline.run.models import DECAY_ADVICE, ByName, Models, take_models
 from paceline.run.same_bits import check_same_bits, describe_arithmetic
 from paceline.run.updates import DTYPE_BY_PRECISION, Better, find_better
 from paceline.telemetry import Sink, check_sinks, count_text, make_trackers
@@ -167,17 +168,11 @@ class RunOptions:
             check_choice("update", self.update, ("whole", "sharded", "auto"))
         else:
             check_update(self.update)
-        if self.ema is not None and not (isinstance(self.ema, float) and 0 < self.ema < 1):
-            raise UsageError(
-                f"ema is {self.ema!r}, which is how much of the average a step keeps.",
-                advice="Pass a number between 0 and 1, such as 0.999, or None.",
-            )
+        if self.ema is not None:
+            check_number("ema", self.ema, 0, 1, DECAY_ADVICE)
         check_choice("same_bits", self.same_bits, (False, True, "here"))
-        if not (isinstance(self.audit, int | float) and 0 <= self.audit <= 1):
-            raise UsageError(
-                f"audit is {self.audit!r}, which is the share of steps that are computed twice.",
-                advice="Pass a number from 0 to 1, such as 0.01.",
-            )
+        advice = "Pass the share of steps that are computed twice, from 0 to 1, such as 0.01."
+        check_number("audit", self.audit, 0, 1, advice, ends=True)
         if self.audit and not self.same_bits:
             raise UsageError(
                 f"audit is {self.audit}, and without same_bits two workers may compute different "

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from paceline.ddp import DistributedDataParallel, Engine, Wrapper
-from paceline.errors import UsageError, did_you_mean, shown
+from paceline.errors import UsageError, check_number, did_you_mean, shown
 from paceline.update import WeightAverage, WholeUpdate, load_state
 
 if TYPE_CHECKING:
@@ -30,6 +30,9 @@ _ADVICE = (
     'Pass {"generator": (g, g_optimizer), "critic": (d, d_optimizer)}; a model that is not trained '
     'alone, or paceline.EMA("student") for an average of another one.'
 )
+
+
+DECAY_ADVICE = "Pass how much of the average a step keeps, between 0 and 1, such as 0.999."
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,7 @@ class EMA:
     decay: float = 0.999
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.decay, float) and 0 < self.decay < 1):
-            raise UsageError(
-                f"decay is {self.decay!r}, which is how much of the average a step keeps.",
-                advice="Pass a number between 0 and 1, such as 0.999.",
-            )
+        check_number("decay", self.decay, 0, 1, DECAY_ADVICE)
 
 
 class ByName:
