@@ -247,7 +247,7 @@ class BackwardFollower:
         followed = Backward(
             not wants_sync,
             # While skipping no bucket is ever full, so the hooks need not ask.
-            (layout.missing if wants_sync else layout.never_full).copy(),
+            layout.missing.copy() if wants_sync else [sys.maxsize] * len(layout.buckets),
             versions=layout.versions() if wants_sync and not layout.is_learned else [],
             awaited=layout.awaited,
         )

@@ -163,9 +163,7 @@ class BucketLayout:
         self.awaited: frozenset[int] = frozenset()
         """The ids of the parameters that come last in their buckets, as far as that is known."""
         self.missing: list[int] = []
-        """By bucket, how many gradients it waits for, ..."""
-        self.never_full: list[int] = []
-        """... and the same for buckets that are to start at the end of backward."""
+        """By bucket, how many gradients it waits for; more than there are while that is unknown."""
         self.messages_are_cheap = True
         """Whether a bucket more costs next to nothing; matters for the default capacity only."""
         self._capacities_bytes = capacities_bytes
@@ -282,7 +280,7 @@ class BucketLayout:
     def _count(self) -> None:
         fires = self._fires
         self.is_learned = fires is not None
-        self.missing = self.never_full = [sys.maxsize] * len(self.buckets)
+        self.missing = [sys.maxsize] * len(self.buckets)
         if fires is not None:
             # One that never came may come now: its bucket waits, at most to the end of backward.
             self.missing = [sum(max(1, fires[i]) for i in b.indices) for b in self.buckets]

@@ -80,6 +80,8 @@ def make_plan(
     samples = len(dataset)
     if options.order != "auto":
         order = options.order
+    cut: dict[str, Any] = {"global_batch": config.global_batch, "shards": shards}
+    cut |= {"seed": config.seed, "shuffle": options.shuffle, "drop_last": options.drop_last}
     lanes = None
     if isinstance(dataset, Files):
         if options.order != "auto":
@@ -87,30 +89,17 @@ def make_plan(
                 f"order is {options.order!r}, and files are read one after the other.",
                 advice='Leave order="auto"; Files(window=) says how far samples are shuffled.',
             )
-        lanes = Lanes(
-            counts=dataset.counts,
-            shards=shards,
-            global_batch=config.global_batch,
-            lanes=dataset.lanes,
-            window=dataset.window,
-            seed=config.seed,
-            shuffle=options.shuffle,
-            drop_last=options.drop_last,
-        )
+        lanes = Lanes(counts=dataset.counts, lanes=dataset.lanes, window=dataset.window, **cut)
         order = None
     return Plan(
         samples=samples,
-        global_batch=config.global_batch,
-        shards=shards,
         epochs=config.epochs,
-        seed=config.seed,
-        shuffle=options.shuffle,
         order=order or choose_order(samples),
         lanes=lanes,
-        drop_last=options.drop_last,
         merge_shards=options.merge_shards,
         arrange=in_tree_order if options.same_bits else None,
         audits=audits if options.audit else None,
+        **cut,
     )
 
 

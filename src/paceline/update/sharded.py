@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.ddp import DistributedDataParallel, Engine, OrderedEngine, SummedGradients
-from paceline.errors import DesyncError, PacelineError, PeerError, UsageError
+from paceline.errors import DesyncError, PacelineError, PeerError, UsageError, check_kind
 from paceline.group import exchange, word_device
 from paceline.torch_private import step_without_hooks
 from paceline.transport import SharedMemory
@@ -168,11 +168,9 @@ _sharded_updates: weakref.WeakKeyDictionary[SummedGradients, weakref.ref[Sharded
 def _refuse_misuse(model: _Shareable, optimizer: Optimizer) -> None:
     """Raise if this rank's optimizer does not belong to this model, or it is too late."""
     reducer = model.reducer
-    if not isinstance(optimizer, Optimizer):
-        raise UsageError(
-            f"shard_update() was given a {type(optimizer).__name__} as optimizer.",
-            advice="Pass an optimizer of torch's kind, which has hooks around its step.",
-        )
+    check_kind(
+        "optimizer", optimizer, Optimizer, "Pass one of torch's, with hooks around its step."
+    )
     before = _sharded_updates.get(reducer)
     if find_exchanged(optimizer) is not None or (before is not None and before() is not None):
         raise UsageError(
