@@ -117,10 +117,10 @@ def test_what_the_furthest_were_told_counts_and_every_wish_to_stop() -> None:
             at(4, 2, results=[*told, [9, 9]], epochs=1, stopping=15, live=["b"], identity=3),
         ]
     )
-    assert verdict.results == told
+    assert verdict.ahead.results == told
     assert (verdict.ahead.epochs, verdict.ahead.identity) == (2, 0)
-    assert (verdict.saved, verdict.stopping) == (4, 15)
-    assert verdict.live == {"a", "b"}
+    assert (verdict.ahead.saved, verdict.ahead.stopping) == (4, 15)
+    assert verdict.ahead.live == ["a", "b"]
 
 
 def test_newcomers_alone_know_nothing() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -68,7 +68,7 @@ class Verdict:
     """What all workers make of their standings: the same on each."""
 
     ahead: Standing
-    """That of a worker which has come furthest; the others adopt its numbers."""
+    """That of a worker which has come furthest, with what any of them knows: all adopt it."""
     leader: int
     """The rank whose state the others get."""
     is_whole: bool
@@ -77,15 +77,8 @@ class Verdict:
     """The ranks that get it."""
     joined: list[int]
     """The workers that are new."""
-    results: list[list[Any]]
-    saved: int | None
     lost_save: int
     """The step of a save that died with the worker that was writing it; 0 without one."""
-    stopping: int
-    asked: list[int]
-    adopted: list[list[str]]
-    live: frozenset[str]
-    fit: dict[str, Any]
 
 
 def compare(standings: Sequence[Standing]) -> Verdict:
@@ -107,24 +100,26 @@ def compare(standings: Sequence[Standing]) -> Verdict:
     asked = [max(steps) for steps in zip(*(each.asked for each in standings), strict=True)]
     if is_lost:
         asked[0] = best[0] + 1  # it is taken again after the next step
+    everyones = zip(*(each.adopted for each in standings), strict=True)
+    ahead = replace(
+        furthest[0],
+        # Said in the same order everywhere: the longest list contains the others.
+        results=max((each.results for each in furthest), key=len),
+        saved=next((each.saved for each in standings if each.saved is not None), None),
+        stopping=max(each.stopping for each in standings),
+        asked=asked,
+        adopted=[max(of_one_model, key=len) for of_one_model in everyones],
+        live=sorted({name for each in standings for name in each.live}),
+        # One may have heard that memory ran out, and another only that a worker died.
+        fit=min((each.fit for each in furthest), key=lambda fit: fit["size"] or math.inf),
+    )
     return Verdict(
-        ahead=furthest[0],
+        ahead=ahead,
         leader=standings.index((whole or furthest)[0]),
         is_whole=bool(whole),
         behind=frozenset(behind),
         joined=[each.worker for each in standings if each.step < 0],
-        # Said in the same order everywhere: the longest list contains the others.
-        results=max((each.results for each in furthest), key=len),
-        saved=next((each.saved for each in standings if each.saved is not None), None),
         lost_save=tried if is_lost else 0,
-        stopping=max(each.stopping for each in standings),
-        asked=asked,
-        adopted=[
-            max(of_all, key=len) for of_all in zip(*(e.adopted for e in standings), strict=True)
-        ],
-        live=frozenset(name for each in standings for name in each.live),
-        # One may have heard that memory ran out, and another only that a worker died.
-        fit=min((each.fit for each in furthest), key=lambda fit: fit["size"] or math.inf),
     )
 
 
@@ -146,8 +141,8 @@ class Healing:
         verdict = compare([Standing(**each) for each in told])
         if verdict.behind:
             self._transfer(verdict, is_new=member.is_new)
-        self._adopt(verdict, mine, is_new=member.is_new)
-        self._inherit(verdict, inherited)
+        self._adopt(verdict.ahead, mine, is_new=member.is_new)
+        self._inherit(verdict.ahead, inherited)
         if members.leads and not self._has_led:
             self._parts.take_over()
         if members.leads:
@@ -207,10 +202,10 @@ class Healing:
             if not is_new and before != progress.position and verdict.is_whole:
                 parts.exchanges.level = partial(state.load_numbers, sent)
 
-    def _adopt(self, verdict: Verdict, mine: Standing, *, is_new: bool) -> None:
+    def _adopt(self, ahead: Standing, mine: Standing, *, is_new: bool) -> None:
         """Take what the workers have agreed on."""
         parts = self._parts
-        training, exchanges, ahead = parts.training, parts.exchanges, verdict.ahead
+        training, exchanges = parts.training, parts.exchanges
         if mine.position < ahead.position:
             here = (ahead.step + 1, ahead.turn) if ahead.turn else (ahead.step,)
             # As those are seeded who applied the step: the script's code behind it may draw.
@@ -220,23 +215,23 @@ class Healing:
             # on.
             exchanges.asked = 0
         progress = parts.progress
-        progress.stopping = verdict.stopping
-        progress.save_at, progress.evaluate_at = verdict.asked
+        progress.stopping = ahead.stopping
+        progress.save_at, progress.evaluate_at = ahead.asked
         parts.cut.adopt(ahead.shards)
-        exchanges.results = verdict.results
+        exchanges.results = ahead.results
         if is_new:
-            exchanges.asked = len(verdict.results)  # the loop's code after this step is not for it
+            exchanges.asked = len(ahead.results)  # the loop's code after this step is not for it
         # What a dead one was writing may be there or not: it is written once more.
-        parts.outlets.saving.saved_step = verdict.saved
+        parts.outlets.saving.saved_step = ahead.saved
         if mine.identity != ahead.identity:
             training.engine.identity = ahead.identity
-        adopt(training.engine, verdict.adopted)
-        if mine.fit != verdict.fit:
-            training.fit.load_state_dict(verdict.fit)
+        adopt(training.engine, ahead.adopted)
+        if mine.fit != ahead.fit:
+            training.fit.load_state_dict(ahead.fit)
         if training.buffers is not None:
-            training.buffers.live.update(verdict.live)
+            training.buffers.live.update(ahead.live)
 
-    def _inherit(self, verdict: Verdict, inherited: dict[str, Any]) -> None:
+    def _inherit(self, ahead: Standing, inherited: dict[str, Any]) -> None:
         """Add what the dead had computed of this epoch to what this worker has."""
         metrics, sinks = self._parts.outlets.metrics, self._parts.outlets.sinks
         for ledger in inherited.values():
@@ -249,7 +244,7 @@ class Healing:
                 sinks.tell("message", Message(text, "warning"))
                 continue
             add_sums(metrics.epoch, ledger["sums"])
-            step, turn, ahead = ledger["last"], ledger["turn"], verdict.ahead
+            step, turn = ledger["last"], ledger["turn"]
             # The part of the step in which it died counts only if a worker has applied that step.
             is_turn = step == ahead.step + 1 and 0 < turn <= ahead.turn
             if is_turn or step <= ahead.step:
