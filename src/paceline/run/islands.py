@@ -37,6 +37,7 @@ from paceline.islands import (
 )
 from paceline.run import stop
 from paceline.run.broadcast import broadcast_state
+from paceline.run.recovery import continue_with
 from paceline.telemetry import Message, bytes_text, count_text
 from paceline.update import Loss, WholeUpdate
 
@@ -160,14 +161,12 @@ class OuterUpdate(WholeUpdate):
     """
 
     parts: dict[str, Any]
+    _run: RunParts
+    _plan: IslandPlan
+    """The run that this belongs to, and the island's plan, once it is put together."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        options: Islands,
-        place: IslandPlace,
-        *args: Any,
-        **more: Any,
+        self, module: nn.Module, options: Islands, place: IslandPlace, *args: Any, **more: Any
     ) -> None:
         super().__init__(*args, **more)
         trained = [param for param in module.parameters() if param.requires_grad]
@@ -202,8 +201,6 @@ class OuterUpdate(WholeUpdate):
         self._gives = False
         """Whether an island waits for the state of this one."""
         self._copy: dict[str, Any] | None = None
-        self._run: RunParts | None = None
-        self._plan: IslandPlan | None = None
         self._sent_bytes = self._rounds = 0
         self._missing: set[int] = set()
         """The islands that took no part in the last round."""
@@ -221,12 +218,9 @@ class OuterUpdate(WholeUpdate):
 
     @property
     def _members(self) -> Membership:
-        assert self._run is not None
         return self._run.place.membership
 
     def commit(self, losses: Sequence[Loss]) -> Tensor | None:
-        assert self._run is not None
-        assert self._plan is not None
         step, last = self._step, self._plan.steps
         if not self._options.is_busy(step, last):
             return super().commit(losses)
@@ -280,7 +274,6 @@ class OuterUpdate(WholeUpdate):
     def _send(self, step: int, last: int) -> Request:
         """Begin to exchange what began after `step`."""
         assert self.outer.payload is not None
-        assert self._plan is not None
         numbers = self._options.starts(step, last)
         before = (self._options.start_before(number, step) for number in numbers)
         weights = [self._plan.count_samples(first + 1, step) for first in before]
@@ -336,14 +329,12 @@ class OuterUpdate(WholeUpdate):
 
     def _wait(self, request: Request) -> tuple[dict[str, Any], Any]:
         """The answer of the others; ends where the group of this worker is broken."""
-        assert self._run is not None
         member = getattr(self._run.recovery, "member", None)
         with waiting(self._members.group, elsewhere=True):
             return request.wait(lambda: member is not None and member.is_over)
 
     def _tell(self, shift: ExchangeStats, size: int, seconds: float) -> None:
         """Log what a round was like; all workers of the island say the same, and count as one."""
-        assert self._run is not None
         self._rounds, self._sent_bytes = self._rounds + 1, self._sent_bytes + size
         values: dict[str, float | Tensor] = {"island_drift": shift.drift, "island_bytes": size}
         values["island_round_s"] = seconds
@@ -352,7 +343,6 @@ class OuterUpdate(WholeUpdate):
 
     def _tell_who(self, missing: set[int], step: int) -> None:
         """Say from which round on an island is missing, or is there again."""
-        assert self._run is not None
         for island in sorted(missing ^ self._missing):
             is_gone = island in missing
             how = "is missing from" if is_gone else "takes part again from"
@@ -363,10 +353,8 @@ class OuterUpdate(WholeUpdate):
 
     def tend(self) -> None:
         """Between two steps, on all workers: give the state to who waits for it, or take theirs."""
-        assert self._run is not None
-        assert self._plan is not None
         while self.outer.must_join:
-            self._join(self._run)
+            self._join()
         step = self._run.progress.position.step
         if step == self._plan.steps and self._place.count > 1 and self._members.leads:
             # A round without bytes: an island that dies before it gets the state of the others.
@@ -379,19 +367,18 @@ class OuterUpdate(WholeUpdate):
             state = encode(gathered)
             self._wait(Request(self._place, head, lambda: state))
         self._gives = False
-        self._sum_up(self._run)
+        self._sum_up()
 
-    def _sum_up(self, run: RunParts) -> None:
+    def _sum_up(self) -> None:
         """After the last step, say what all rounds have cost; nothing of one island."""
-        assert self._plan is not None
-        if run.progress.position.step == self._plan.steps and self._sent_bytes:
+        if self._run.progress.position.step == self._plan.steps and self._sent_bytes:
             text = f"Island {self._place.number} of {self._place.count} has sent "
             text += f"{bytes_text(self._sent_bytes)} in {count_text(self._rounds, 'round')}."
             facts = {"bytes": self._sent_bytes, "rounds": self._rounds}
-            run.outlets.sinks.tell("message", Message(text, "info", "islands", facts))
+            self._run.outlets.sinks.tell("message", Message(text, "info", "islands", facts))
             self._sent_bytes = 0
 
-    def _join(self, run: RunParts) -> None:
+    def _join(self) -> None:
         if self._place.count == 1:
             self.outer.must_join = False
             return
@@ -400,15 +387,15 @@ class OuterUpdate(WholeUpdate):
         # From when it has joined, the others wait for this island in rounds: all of it is there.
         broadcast_state(members, None, 0, "Meeting to join the other islands")
         if members.leads:
-            head, body = self._wait(Request(self._place, self._introduce(run)))
+            head, body = self._wait(Request(self._place, self._introduce()))
             answer = head, decode(bytes(body)) if body else None
         head, state = broadcast_state(members, answer, 0, "Joining the other islands")
         match head:
             case {"gone": True}:
                 return  # once more
             case {"over": True}:
-                run.progress.stopping = stop.BY_OTHERS
-                run.progress.reason = "the other islands have ended the training without it"
+                self._run.progress.stopping = stop.BY_OTHERS
+                self._run.progress.reason = "the other islands have ended the training without it"
             case {"differs": [key, there, here]}:
                 raise DesyncError(
                     "The islands were started with different arguments.",
@@ -417,38 +404,31 @@ class OuterUpdate(WholeUpdate):
                     "Pass the same to Run on every island.",
                 )
             case {"step": int()} if state is not None:
-                self._take_over(run, state)
+                self._take_over(state)
         self._gives = bool(head.get("gives"))
         self.outer.must_join = False
 
-    def _introduce(self, run: RunParts) -> dict[str, Any]:
+    def _introduce(self) -> dict[str, Any]:
         """What this island says of itself to the others."""
         digest = sha256()
         fixed = [param for _, param in self._frozen]
         for each in [*(fragment.anchor for fragment in self.outer.fragments), *fixed]:
             plain = as_plain(each)
             digest.update(memory_of(plain))
-        facts = {key: repr(v) for key, v in run.agreed.items() if key not in _OWN_FACTS}
+        facts = {key: repr(v) for key, v in self._run.agreed.items() if key not in _OWN_FACTS}
         return {
             "ask": "join",
-            "step": run.progress.position.step,
+            "step": self._run.progress.position.step,
             "anchor": digest.hexdigest()[:16],
             "facts": facts,
             "timeout_s": self._options.timeout_s,
         }
 
-    def _take_over(self, run: RunParts, state: Any) -> None:
+    def _take_over(self, state: Any) -> None:
         """Continue where another island is, with its state."""
-        reached, training = run.progress.position.step, run.training
-        training.state.forget()
-        run.progress.position, _ = training.state.load(state)
+        reached = continue_with(self._run, state)
         self.outer.forget_rest()
-        position = run.progress.position
-        training.generators.seed(run.config.seed, "between", position.step)
-        run.outlets.metrics.begin_at(position.epoch, {}, position.step)
-        run.exchanges.begin_step()
-        run.recovery.write_ledger()
-        run.dealing.deal()
-        text = f"{self._place.name.capitalize()} continues after step {position.step} with the "
+        step = self._run.progress.position.step
+        text = f"{self._place.name.capitalize()} continues after step {step} with the "
         text += f"state of the others; it had come to step {reached} by itself."
-        run.outlets.sinks.tell("message", Message(text, "warning"))
+        self._run.outlets.sinks.tell("message", Message(text, "warning"))

@@ -165,10 +165,6 @@ class Member:
             known = {"backend": self._groups.backend, "began": [step, time.time()]}
             self._link.tell("joined", generation=self.number, facts={**facts, **known})
 
-    def tell_facts(self, facts: dict[str, Any]) -> None:
-        """These have changed since the run began."""
-        self._link.tell("facts", facts=facts)
-
     def regroup(self, *, is_lost: bool) -> None:
         """Leave the current group, and return as a member of the newest generation.
 
@@ -202,17 +198,6 @@ class Member:
         """Take part in nothing any more; from now on another worker writes."""
         self._membership.leave()
         self._groups.leave()
-
-    def tell_left(self, step: int) -> None:
-        """Everything is handed over: the others continue without this worker."""
-        self._link.tell("left", step=step)
-
-    def finish(self, *, is_left: bool, is_saved: bool) -> None:
-        """Everything is done, or the script has left its loop: this worker may end now.
-
-        `is_saved` if a process that begins anew would find the training complete.
-        """
-        self._link.tell("finished", is_left=is_left, is_saved=is_saved)
 
     def report_lost(self, why: BaseException | None = None) -> None:
         """Tell the launcher that the group is broken, in case that no worker died; or that it could

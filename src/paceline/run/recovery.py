@@ -130,7 +130,8 @@ class Survival(Recovery):
     def __init__(self, link: Link, place: Placement, parts: RunParts) -> None:
         """`place` is this worker's, as the launcher has told it."""
         groups = follow_groups(place, link.backend or dist.get_backend())
-        self._parts, self._has_led = parts, parts.place.membership.leads
+        self._link, self._parts = link, parts
+        self._has_led = parts.place.membership.leads
         self._survives_errors = link.survives_errors
         self.member = Member(link, parts.place.membership, groups, self._heal)
 
@@ -173,7 +174,7 @@ class Survival(Recovery):
 
     def end(self, *, is_left: bool = False, is_saved: bool = False) -> None:
         if self.is_on:
-            self.member.finish(is_left=is_left, is_saved=is_saved)
+            self._link.tell("finished", is_left=is_left, is_saved=is_saved)
             self.is_on = False
 
     @property
@@ -187,7 +188,7 @@ class Survival(Recovery):
         return self.is_on and self.member.ask_to_leave()
 
     def tell_facts(self, **facts: Any) -> None:
-        self.member.tell_facts(facts)
+        self._link.tell("facts", facts=facts)
 
     def regroup(self, *, is_lost: bool = True) -> None:
         if is_lost:
@@ -218,7 +219,7 @@ class Survival(Recovery):
         outlets.saving.end()
         outlets.sinks.drop_terminal()
         # Last, when folder and terminal are free: the launcher now announces who writes instead.
-        self.member.tell_left(self._parts.progress.position.step)
+        self._link.tell("left", step=self._parts.progress.position.step)
         return False
 
     def write_ledger(self) -> None:
@@ -246,29 +247,20 @@ class Survival(Recovery):
 
     def go_back(self) -> None:
         parts = self._parts
-        training, progress, outlets = parts.training, parts.progress, parts.outlets
-        reached, found = progress.position.step, outlets.saving.find()
+        found = parts.outlets.saving.find()
         if found is None:
             raise CheckpointError(
                 "A worker died with its share of the optimizer's state, and no checkpoint is left.",
                 advice="See why none was written, and begin again.",
             )
-        training.state.forget()
-        progress.position, sums = training.state.load(found[0])
-        step = progress.position.step
-        training.generators.seed(parts.config.seed, "between", step)
-        leads = parts.place.membership.leads
-        # The sums in a checkpoint are those of all workers, and are added up again.
-        outlets.metrics.begin_at(progress.position.epoch, sums if leads else {}, step)
+        reached = continue_with(parts, found[0])
         self.must_go_back = self.step_abandoned = False
-        parts.exchanges.begin_step()
-        self.write_ledger()
-        parts.dealing.deal()
+        step = parts.progress.position.step
         again = f"{name_steps(step + 1, reached)} done again" if reached > step else "none is lost"
         text = "A share of the optimizer's state is gone with its worker, so all go back to the "
         text += f"checkpoint of step {step}: {again}."
         facts = {"step": step, "reached": reached}
-        outlets.sinks.tell("message", Message(text, "warning", "went back", facts))
+        parts.outlets.sinks.tell("message", Message(text, "warning", "went back", facts))
 
     def _heal(self, inherited: dict[str, Any]) -> bool:
         """In a new group, together with all others: make the state equal. Whether steps are lost.
@@ -283,6 +275,24 @@ class Survival(Recovery):
         # Before the launcher hears whose ledgers are taken, and forgets them.
         self.write_ledger()
         return self.must_go_back
+
+
+def continue_with(parts: RunParts, state: Any) -> int:
+    """Go to the position of a state that all workers load, between two steps; returns the step at
+    which they were."""
+    training, progress = parts.training, parts.progress
+    reached = progress.position.step
+    training.state.forget()
+    progress.position, sums = training.state.load(state)
+    position = progress.position
+    training.generators.seed(parts.config.seed, "between", position.step)
+    # The sums in a checkpoint are those of all workers, and are added up again.
+    sums = sums if parts.place.membership.leads else {}
+    parts.outlets.metrics.begin_at(position.epoch, sums, position.step)
+    parts.exchanges.begin_step()
+    parts.recovery.write_ledger()
+    parts.dealing.deal()
+    return reached
 
 
 class Exchanges:
