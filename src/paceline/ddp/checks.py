@@ -66,17 +66,10 @@ def verify_same_model(
     """
     mine = {
         "model": hashlib.sha256(json.dumps(description).encode()).hexdigest(),
-        "problem": [problem.what, problem.advice] if problem else None,
         "number": next(_numbers),
         "engine": engine,
     }
-    everyone = exchange(group, mine, device, "Comparing the models")
-    if problem is not None:
-        raise problem
-    for rank, theirs in enumerate(everyone):
-        if theirs["problem"]:
-            what, advice = theirs["problem"]
-            raise DesyncError(f"Rank {rank} cannot wrap its model: {what}", advice=advice)
+    everyone = exchange(group, problem or mine, device, "Comparing the models")
     if any(theirs["model"] != everyone[0]["model"] for theirs in everyone):
         models = exchange(group, description, device, "Comparing the models")
         odd = next(rank for rank, model in enumerate(models) if model != models[0])

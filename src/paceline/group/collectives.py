@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.errors import DesyncError, PeerError, name_ranks
+from paceline.errors import DesyncError, PeerError, message_of, name_ranks
 from paceline.group.device_waits import DeviceWaits
 from paceline.group.sockets import CONNECTIONS
 from paceline.torch_private import PrefixStore, gloo_like, has_cpu_backend
@@ -241,9 +241,16 @@ def all_gather(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
 
 
 def exchange(group: Group, value: Any, device: torch.device, what: str) -> list[Any]:
-    """The JSON values of all ranks, in rank order."""
-    sent = gather_bytes(group, json.dumps(value).encode(), device, what, EXCHANGE_LIMIT_BYTES)
-    return list(map(json.loads, sent))
+    """The JSON values of all ranks, in rank order. Where one has an error instead, all raise."""
+    error = value if isinstance(value, Exception) else None
+    where, advice = (getattr(error, name, "") for name in ("where", "advice"))
+    problem = error and [getattr(error, "what", message_of(error)), where, advice]
+    word = json.dumps([None, problem] if error else [value, None]).encode()
+    told = list(map(json.loads, gather_bytes(group, word, device, what, EXCHANGE_LIMIT_BYTES)))
+    for rank, (_, theirs) in enumerate(told):
+        if theirs:
+            raise error or DesyncError(f"{what} failed on rank {rank}: {theirs[0]}", *theirs[1:])
+    return [each for each, _ in told]
 
 
 def gather_bytes(

@@ -36,7 +36,6 @@ from paceline.group import (
     World,
     current_world,
     exchange,
-    gather_bytes,
     init_process_group,
     runs_ahead,
     word_device,
@@ -454,22 +453,14 @@ def _count_together(dataset: Files, members: Membership) -> None:
     """Every worker counts the samples of some files, and tells the others."""
     if dataset.is_counted or members.size == 1:
         return
-    mine, problem = [], None
+    mine: Any
     try:
         mine = dataset.count(range(members.rank, len(dataset.files), members.size))
     except Exception as error:
-        problem = error
-    # An error is told as well: the others wait for what this worker counts.
-    word = [mine, None if problem is None else str(problem)]
-    sent = gather_bytes(
-        members.group, json.dumps(word).encode(), members.word_device, "Counting samples"
-    )
-    everyone = [json.loads(each) for each in sent]
-    for rank, (_, why) in enumerate(everyone):
-        if why is not None:
-            raise problem or UsageError(f"Rank {rank} could not count its files: {why}")
+        mine = error
+    everyone = exchange(members.group, mine, members.word_device, "Counting samples")
     counts = [0] * len(dataset.files)
-    for rank, (theirs, _) in enumerate(everyone):
+    for rank, theirs in enumerate(everyone):
         counts[rank :: members.size] = theirs
     dataset.counts = tuple(counts)
 

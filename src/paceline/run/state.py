@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from paceline.checkpoint import Checkpoints, Saved
 from paceline.data import Position
-from paceline.errors import CheckpointError, PeerError, UsageError, check_members
+from paceline.errors import PeerError, UsageError, check_members
 from paceline.files import RunFolder, find_info, separate_tensors
 from paceline.group import Membership, exchange, map_tensors
 from paceline.policy import NoiseMeter
@@ -338,15 +338,9 @@ class Saving:
         # The folder may be on rank 0's disk alone.
         members, what = self._membership, "Handing out the checkpoint"
         found = None if saved is None else (saved.state, saved.facts)
-        # Rank 0 tells of an error, too, instead of leaving the others to wait for a state.
-        word = [found is not None, "" if problem is None else str(problem)]
-        has_found, why_not = exchange(members.group, word, members.word_device, what)[0]
-        if has_found:
+        word = problem or found is not None
+        if exchange(members.group, word, members.word_device, what)[0]:
             found = broadcast_state(members, found, 0, what)
-        if problem is not None:
-            raise problem
-        if why_not:
-            raise CheckpointError(f"Rank 0 cannot begin: {why_not}")
         if found is not None:
             self.saved_step = position_in(found[0]).step
             facts = found[1]

@@ -199,7 +199,6 @@ def _refuse_differences(model: _Shareable, optimizer: Any, problem: PacelineErro
     names = {id(param): name for name, param in model.named_parameters()}
     groups = [] if problem else optimizer.param_groups
     mine = {
-        "problem": [problem.what, problem.advice] if problem else None,
         "type": type(optimizer).__name__,
         "groups": [[names.get(id(param), "") for param in group["params"]] for group in groups],
         "settings": [
@@ -209,13 +208,7 @@ def _refuse_differences(model: _Shareable, optimizer: Any, problem: PacelineErro
     }
     group = model.reducer.membership.group
     device = word_device(group, next(model.parameters()).device)
-    everyone = exchange(group, mine, device, "Comparing the optimizers")
-    if problem is not None:
-        raise problem
-    for rank, theirs in enumerate(everyone):
-        if theirs["problem"]:
-            what, advice = theirs["problem"]
-            raise DesyncError(f"Rank {rank} cannot share its update out: {what}", advice=advice)
+    everyone = exchange(group, problem or mine, device, "Comparing the optimizers")
     for rank, theirs in enumerate(everyone):
         for key in ("type", "groups", "settings"):
             if theirs[key] != everyone[0][key]:
