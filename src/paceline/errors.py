@@ -208,6 +208,12 @@ def check_whole(
         raise UsageError(f"{name} is {shown(value, 100)}.", advice=advice)
 
 
+def check_kind(name: str, value: object, kind: Any, advice: str) -> None:
+    """Refuse an argument of another type."""
+    if not isinstance(value, kind):
+        raise UsageError(f"{name} is {shown(value)}.", advice=advice)
+
+
 def check_number(
     name: str, value: Any, low: float, high: float, advice: str, *, ends: bool = False
 ) -> None:

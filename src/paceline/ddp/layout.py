@@ -229,8 +229,7 @@ class BucketLayout:
         A gradient is complete when it comes for the last time. Those that never came go last.
         """
         self._fires = Counter(ready)
-        self._seen = list(dict.fromkeys(reversed(ready)))[::-1]
-        self._count()
+        self.expect(ready)
         return self._seen + [index for index in self._order if index not in self._fires]
 
     def expect(self, ready: Sequence[int]) -> None:

@@ -33,7 +33,7 @@ from paceline.dp.parallel_apply import ParallelApply, refuse_transforms
 from paceline.dp.parameters import Parameters, ParameterSource
 from paceline.dp.replicate import Replica
 from paceline.dp.scatter_gather import Chunk, check_weights, gather, scatter
-from paceline.errors import UsageError, check_choice, check_whole, shown
+from paceline.errors import UsageError, check_choice, check_kind, check_whole
 from paceline.group import map_tensors
 from paceline.torch_private import never_compiled
 
@@ -146,18 +146,9 @@ class DataParallel(Wrapper):
         split: Sequence[float] | None = None,
         options: DPOptions = DEFAULT_OPTIONS,
     ) -> None:
-        for name, value, kind in (
-            ("module", module, nn.Module),
-            ("dim", dim, int),
-            ("options", options, DPOptions),
-        ):
-            if not isinstance(value, kind):
-                advice = (
-                    "Pass a torch.nn.Module."
-                    if kind is nn.Module
-                    else f"Pass {kind.__name__}(...)."
-                )
-                raise UsageError(f"{name} is {shown(value)}.", advice=advice)
+        check_kind("module", module, nn.Module, "Pass a torch.nn.Module.")
+        check_kind("dim", dim, int, "Pass the number of a dimension.")
+        check_kind("options", options, DPOptions, "Pass DPOptions(...).")
         devices = find_devices(device_ids)
         check_weights(split, len(devices))
         output = (

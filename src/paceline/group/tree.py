@@ -34,8 +34,8 @@ def named_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
 
 def named_leaves(value: Any, path: str) -> list[tuple[str, Any]]:
     """Everything in the tree that holds nothing else, likewise; a set counts as one leaf, because
-    what is in it has no order."""
-    if isinstance(value, (set, frozenset)) or not is_container(value):
+    what is in it has no order, and so does a packed sequence."""
+    if isinstance(value, (set, frozenset, PackedSequence)) or not is_container(value):
         return [(path, value)]
     found = children_of(value)
     return [leaf for key, item in list(found) for leaf in named_leaves(item, path + key)]

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
 from paceline.errors import DesyncError, PacelineError, UsageError
 from paceline.files import decode, encode
@@ -25,7 +24,7 @@ from paceline.group.collectives import (
     gather_bytes,
     word_device,
 )
-from paceline.group.tree import children_of, is_container, with_children
+from paceline.group.tree import children_of, is_container, named_leaves, with_children
 
 Ranks = Mapping[int, int]
 """The ranks of a group, by what their workers are called, in the order of these names."""
@@ -53,7 +52,7 @@ def gather_value(
     _compare(ranks, described)
     before = list(ranks.values()).index(group.rank())
     whole: list[Any] = []
-    for path, leaf in _leaves(value):
+    for path, leaf in named_leaves(value, "value"):
         if not isinstance(leaves[path], Tensor):
             whole.append(leaf)
             continue
@@ -78,7 +77,7 @@ def reduce_value(group: Group, ranks: Ranks, device: torch.device, value: Any, o
     _refuse_problems(ranks, [each[0] for each in said])
     _compare(ranks, [each[1] for each in said])
     found: list[Any] = []
-    for path, leaf in _leaves(value):
+    for path, leaf in named_leaves(value, "value"):
         if isinstance(leaves[path], Tensor):
             tensor = leaf.detach() if isinstance(leaf, Tensor) else leaves[path]
             tensor = tensor.long() if tensor.dtype is torch.bool else tensor
@@ -145,15 +144,6 @@ def _sum(group: Group, device: torch.device, tensor: Tensor, what: str) -> Tenso
     return total.to(home)
 
 
-def _leaves(value: Any, path: str = "value") -> Iterator[tuple[str, Any]]:
-    # A set has no order, so that workers would not tell each other the same of it.
-    if is_container(value) and not isinstance(value, PackedSequence | set | frozenset):
-        for key, item in children_of(value):
-            yield from _leaves(item, path + key)
-    else:
-        yield path, value
-
-
 def _rebuild(value: Any, leaves: Iterator[Any]) -> Any:
     if is_container(value):
         return with_children(value, [_rebuild(item, leaves) for _, item in children_of(value)])
@@ -163,7 +153,7 @@ def _rebuild(value: Any, leaves: Iterator[Any]) -> Any:
 def _read_leaves(value: Any) -> tuple[dict[str, Any], str]:
     """The leaves by name, numbers as tensors, all on the host; and what cannot be sent of them."""
     found: dict[str, Any] = {}
-    for path, leaf in _leaves(value):
+    for path, leaf in named_leaves(value, "value"):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             found[path] = leaf.detach().cpu()
         elif leaf is None or isinstance(leaf, str | bool):

@@ -26,6 +26,7 @@ from paceline.ddp import DDPOptions, has_sync_batch_norm
 from paceline.errors import (
     UsageError,
     check_choice,
+    check_kind,
     check_members,
     check_number,
     check_whole,
@@ -219,9 +220,7 @@ class RunConfig:
         if isinstance(self.model, Mapping):
             take_models(self)
         for name, (kind, advice) in _KINDS.items():
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise UsageError(f"{name} is {shown(value)}.", advice=f"Pass {advice}.")
+            check_kind(name, getattr(self, name), kind, f"Pass {advice}.")
         self.has_sync_norm = has_sync_batch_norm(self.model)
         if isinstance(self.optimizer, list | tuple):
             raise UsageError(f"optimizer is {len(self.optimizer)} of them.", advice=_SEVERAL)

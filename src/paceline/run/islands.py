@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.data import Files, Plan
-from paceline.errors import DesyncError, UsageError, shown
+from paceline.errors import DesyncError, UsageError, check_kind
 from paceline.files import as_plain, decode, encode, memory_of
 from paceline.group import HostCopy, Membership, runs_ahead, waiting
 from paceline.islands import (
@@ -67,8 +67,7 @@ class IslandPlan(Plan):
 def find_own(config: RunConfig) -> IslandPlace | None:
     """The island of this worker, where the run has any; its folder becomes the island's."""
     islands = config.options.islands
-    if not isinstance(islands, Islands | None):
-        raise UsageError(f"islands is {shown(islands)}.", advice="Pass paceline.Islands(...).")
+    check_kind("islands", islands, Islands | None, "Pass paceline.Islands(...).")
     place = find_place("" if islands is None else islands.at)
     if islands is None:
         if place is not None:

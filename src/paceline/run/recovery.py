@@ -132,7 +132,6 @@ class Survival(Recovery):
         groups = follow_groups(place, link.backend or dist.get_backend())
         self._link, self._parts = link, parts
         self._has_led = parts.place.membership.leads
-        self._survives_errors = link.survives_errors
         self.member = Member(link, parts.place.membership, groups, self._heal)
 
     def attempt(self, task: Callable[[], T], instead: T = AGAIN) -> T:
@@ -166,7 +165,7 @@ class Survival(Recovery):
         if isinstance(error, PacelineError) and error.ends_run:
             return False
         is_accident = isinstance(error, AuditError | PeerError | torch.AcceleratorError)
-        return is_accident or self._survives_errors
+        return is_accident or self._link.survives_errors
 
     def begin(self) -> None:
         facts = {**self._parts.agreed, "grows": self._parts.may_cut, "code": read_code()}

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -98,12 +97,7 @@ class StepOfTurns(Step):
         """Add the gradients of one shard's loss to the open turn."""
         self._open_turn("backward").backward(*args, **kwargs)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        frames: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> bool:
         if not isinstance(error, TurnLost) or self._turn is None:
             return super().__exit__(kind, error, frames)
         self.again, self.state = self._turn.again, Outcome.UNDONE
@@ -206,12 +200,7 @@ class Turn(Step):
     def _next_position(self) -> Position:
         return replace(self._progress.position, turn=self.index)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        frames: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: Any, error: BaseException | None, frames: Any) -> bool:
         try:
             is_swallowed = super().__exit__(kind, error, frames)
         finally:

@@ -145,18 +145,12 @@ class FolderSink:
         self._update(status="running", step=step)
 
     def step(self, report: StepReport) -> None:
-        self._events.write(
-            "step",
-            step=report.step,
-            epoch=report.epoch,
-            samples=report.local_samples,
-            seconds=report.seconds,
-            phases=report.phases,
-            metrics=report.sums,
-            lr=report.lr,
-            **({} if report.queued is None else {"queued": report.queued}),
-            **({} if report.piece is None else {"piece": report.piece}),
-        )
+        facts = report._asdict()
+        facts |= {"samples": facts.pop("local_samples"), "metrics": facts.pop("sums")}
+        for name in ("queued", "piece"):
+            if facts[name] is None:
+                del facts[name]
+        self._events.write("step", **facts)
         if time.monotonic() >= self._info_due_s:
             self._update(step=report.step)
 
