@@ -235,8 +235,7 @@ def add_sums(into: ExactSums, sums: Mapping[str, Any]) -> None:
     for name, entry in sums.items():
         have = into.setdefault(name, [[], []])
         for part, more in zip(have, entry, strict=True):
-            # Checkpoints of before have numbers that were rounded.
-            add_exactly(part, more if isinstance(more, list) else [more])
+            add_exactly(part, more)
 
 
 def add_all(everyone: list[ExactSums]) -> ExactSums:

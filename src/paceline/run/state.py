@@ -152,8 +152,7 @@ class RunState:
             self._weights.load_state_dict(state["model"])
         for name, each in self._others.items() if with_objects and with_parts else ():
             _load(each, state["state"][name], f"state[{name!r}]")
-        if "rating" in state:
-            _load(self._rating, state["rating"], "the rating")
+        _load(self._rating, state["rating"], "the rating")
         if "fit" in state:
             _load(self._fit, state["fit"], "fit=")
         if "noise" in state and self.noise is not None and with_objects:
@@ -190,8 +189,7 @@ class RunState:
 
     def _in_order(self, state: Mapping[str, Any]) -> Any:
         """The optimizer's state in a checkpoint, its parameters in their order of now."""
-        saved, here = state["optimizer"], self._param_names()
-        there = state.get("optimizer_params", here)
+        saved, there, here = state["optimizer"], state["optimizer_params"], self._param_names()
         if there[: len(here)] == here and self._add_groups(saved, there[len(here) :]):
             return saved
         if self._goes_back and here[: len(there)] == there:
@@ -343,10 +341,6 @@ class Saving:
             found = broadcast_state(members, found, 0, what)
         if found is not None:
             self.saved_step = position_in(found[0]).step
-            facts = found[1]
-            # Those that do not say so are older than any other order.
-            is_ordered = facts.get("shuffle") and facts.get("dataset_size") is not None
-            facts.setdefault("order", "torch" if is_ordered else None)
         return found
 
     def begin(self) -> None:
