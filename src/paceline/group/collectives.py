@@ -22,7 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.errors import DesyncError, PeerError, message_of, name_ranks
+from paceline import errors
+from paceline.errors import DesyncError, PacelineError, PeerError, message_of, name_ranks
 from paceline.group.device_waits import DeviceWaits
 from paceline.group.sockets import CONNECTIONS
 from paceline.torch_private import PrefixStore, gloo_like, has_cpu_backend
@@ -241,15 +242,18 @@ def all_gather(group: Group, tensor: Tensor, what: str) -> list[Tensor]:
 
 
 def exchange(group: Group, value: Any, device: torch.device, what: str) -> list[Any]:
-    """The JSON values of all ranks, in rank order. Where one has an error instead, all raise."""
-    error = value if isinstance(value, Exception) else None
-    where, advice = (getattr(error, name, "") for name in ("where", "advice"))
-    problem = error and [getattr(error, "what", message_of(error)), where, advice]
-    word = json.dumps([None, problem] if error else [value, None]).encode()
+    """The JSON values of all ranks, in rank order. Where one has an error instead, all raise it."""
+    problem: list[str] = []
+    if isinstance(value, PacelineError):
+        problem = [type(value).__name__, value.what, value.where, value.advice]
+    elif isinstance(value, Exception):
+        problem = [DesyncError.__name__, message_of(value)]
+    word = json.dumps([None if problem else value, problem]).encode()
     told = list(map(json.loads, gather_bytes(group, word, device, what, EXCHANGE_LIMIT_BYTES)))
     for rank, (_, theirs) in enumerate(told):
         if theirs:
-            raise error or DesyncError(f"{what} failed on rank {rank}: {theirs[0]}", *theirs[1:])
+            kind = getattr(errors, theirs[0], DesyncError)
+            raise value if problem else kind(f"Rank {rank}: {theirs[1]}", *theirs[2:])
     return [each for each, _ in told]
 
 
