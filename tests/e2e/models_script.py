@@ -21,6 +21,7 @@ parser.add_argument("--folder")
 parser.add_argument("--epochs", type=int, default=5)
 parser.add_argument("--break-after", type=int, default=0)
 parser.add_argument("--kill-in-last-turn", type=int, default=0, help="worker 1, in this step; once")
+parser.add_argument("--leave-last-turn", type=int, default=0, help="worker 1, in this step; once")
 args = parser.parse_args()
 
 torch.set_num_threads(1)
@@ -30,10 +31,11 @@ first = nn.Linear(2, 8, bias=False)
 generator = nn.Sequential(first, nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
 critic = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.2), nn.Linear(8, 1)).double()
 optimizer = torch.optim.AdamW(generator.parameters(), lr=0.02)
+critic_optimizer = torch.optim.AdamW(critic.parameters(), lr=0.02)
 run = paceline.Run(
     {
         "generator": (generator, optimizer),
-        "critic": (critic, torch.optim.AdamW(critic.parameters(), lr=0.02)),
+        "critic": (critic, critic_optimizer),
         "average": paceline.EMA("generator", 0.9),
     },
     TensorDataset(rows),
@@ -41,7 +43,7 @@ run = paceline.Run(
     epochs=args.epochs,
     shards=3,
     folder=args.folder,
-    scheduler={"generator": StepLR(optimizer, 5, 0.9)},
+    scheduler={"generator": StepLR(optimizer, 5, 0.9), "critic": StepLR(critic_optimizer, 1, 0.99)},
     options=paceline.RunOptions(progress="plain", clip_norm={"critic": 1.0}),
 )
 draw, judge = run.models["generator"], run.models["critic"]
@@ -55,6 +57,9 @@ for step in run:
                     run.log("gap", (of_real - of_drawn).mean().detach(), len(real))
                     step.backward((softplus(-of_real) + softplus(of_drawn)).mean())
         with step.turn("generator"):
+            if step.number == args.leave_last_turn and run.world.rank == 1:
+                args.leave_last_turn = 0
+                raise paceline.errors.PeerError("as in a collective of the script")
             for (real,) in step.batches():
                 if step.number == args.kill_in_last_turn and os.environ.get("RANK") == "1":
                     mark = Path(args.folder) / "killed"

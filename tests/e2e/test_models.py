@@ -43,6 +43,15 @@ def test_deaths_in_any_turn_leave_no_trace(
     assert_survived(done, reference, rtol=1e-10, atol=1e-12)
 
 
+def test_a_block_that_is_entered_again_keeps_what_schedulers_did_in_applied_turns(
+    tmp_path: Path,
+) -> None:
+    reference = train_alone(SCRIPT, "--folder", tmp_path / "alone")
+    command = SCRIPT, "--folder", tmp_path / "run", "--leave-last-turn", 4
+    done = run_training(*command, workers=3)
+    assert_survived(done, reference, rtol=1e-10, atol=1e-12)
+
+
 def metrics_of(folder: Path) -> list[Any]:
     events = read_events(RunFolder(folder))
     return [each["metrics"] for each in events if each["kind"] == "epoch"]

@@ -111,3 +111,51 @@ def test_what_a_loop_does_to_the_model_and_its_optimizer_is_done_once(
     )
     done = run_training(tmp_path / "script.py", workers=3, faults=faults)
     assert_survived(done, reference)
+
+
+SETS = """
+import sys, torch, paceline
+from torch import nn
+from torch.nn.functional import mse_loss
+from tests.faults import wait_for_replacements
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+if sys.argv[1] == "adds a group":
+    net[0].requires_grad_(False)
+x = torch.randn(48, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.02)
+run = paceline.Run(net, optimizer, torch.utils.data.TensorDataset(x), global_batch=6, epochs=2,
+                   shards=3, options=paceline.RunOptions(progress="plain", update="sharded"))
+for step in run:
+    if step.number == 9 and sys.argv[1] == "lowers the rate":
+        optimizer.param_groups[0]["lr"] *= 0.5
+    with step:
+        for (rows,) in step.batches():
+            step.backward(mse_loss(run.model(rows), rows[:, :3]))
+    if step.number == 5:
+        net[1].eval()
+        if sys.argv[1] == "lowers the rate":
+            optimizer.param_groups[0]["lr"] *= 0.5
+        else:
+            net[0].requires_grad_(True)
+            optimizer.add_param_group({"params": net[0].parameters()})
+    wait_for_replacements(run)
+"""
+
+
+@pytest.mark.parametrize("does", ["lowers the rate", "adds a group"])
+def test_what_a_loop_sets_around_a_step_is_set_once_through_deaths(
+    does: str, tmp_path: Path
+) -> None:
+    """In a sharded update a step may be undone at its end, and what is behind it runs twice."""
+    (tmp_path / "script.py").write_text(SETS)
+    reference = train_alone(tmp_path / "script.py", does)
+    faults = (
+        TrainingFaults()
+        .kill(rank=1, step=5, where="after the last bucket")
+        .kill(rank=0, step=9, where="after the last bucket")
+    )
+    done = run_training(tmp_path / "script.py", does, workers=3, faults=faults)
+    assert_survived(done, reference)

@@ -10,7 +10,7 @@ Only what is small is copied in every step; of the rest a change is noticed, and
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -95,9 +95,12 @@ class Modes:
     def join(self, state: Mapping[str, list[str]]) -> None:
         """Have the modes of workers that are between two steps."""
         self.load_state_dict(state)
-        evaluating = set(state["evaluating"])
+        self.set_evaluating(state["evaluating"])
+
+    def set_evaluating(self, names: Sequence[str]) -> None:
+        """Have these layers in evaluation mode, and the others train."""
         for name, layer in self._module.named_modules():
-            layer.training = name not in evaluating
+            layer.training = name not in names
 
     def _find_frozen(self) -> list[str]:
         return [n for n, param in self._module.named_parameters() if not param.requires_grad]

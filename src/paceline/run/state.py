@@ -8,7 +8,6 @@ that would have come. Rank 0 reads and writes; the folder may be on its disk alo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -174,12 +173,18 @@ class RunState:
             _load(self.modes, state["modes"], "the parameters that are frozen")
 
     def keep(self) -> Callable[[], None]:
-        """What loads the model and what steps it as they are now."""
+        """What loads the model and what steps it as they are now, with the modes of layers."""
         self._goes_back = True
-        now = self.gather(Position(), {})
+        now = map_tensors(lambda t: t.to("cpu", copy=True), self.gather(Position(), {}))
+        evaluating = now["modes"]["evaluating"]
         if isinstance(self._update, TurnUpdate):  # the other models are frozen just now
             del now["modes"]
-        return partial(self.load_numbers, map_tensors(lambda t: t.to("cpu", copy=True), now))
+
+        def put_back() -> None:
+            self.load_numbers(now)
+            self.modes.set_evaluating(evaluating)
+
+        return put_back
 
     def _param_names(self) -> list[list[str]]:
         """Of the optimizer's parameters, by group: its own state numbers them."""
