@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import ExitStack, closing
 from dataclasses import asdict
@@ -159,6 +160,29 @@ def test_islands_that_fail_at_the_same_moment_end_the_run_with_the_first_ones_co
             os.waitid(os.P_PID, self._launchers[1].pid, os.WEXITED | os.WNOWAIT)
 
     assert Failing(LaunchOptions(program="train.py"), {}, "", 2, 1).run() == 3
+
+
+def test_a_signal_that_another_thread_gets_ends_islands_too() -> None:
+    """As one of the meeting place's does where it begins just then."""
+
+    class Sleeping(Archipelago):
+        def _command(self, number: int) -> list[str]:
+            return ["sh", "-c", "sleep 20; exit 7"]
+
+        def _wait(self) -> None:
+            if not thread.is_alive() and not thread.ident:
+                thread.start()
+            super()._wait()
+
+    def get_signal() -> None:
+        deadline_s = time.monotonic() + 5
+        while "poll" not in Path("/proc/self/wchan").read_text() and time.monotonic() < deadline_s:
+            time.sleep(0.01)  # until the main thread waits
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+    thread = threading.Thread(target=get_signal)
+    assert Sleeping(LaunchOptions(program="train.py"), {}, "", 2, 1).run() == 143
+    thread.join()
 
 
 def test_a_worker_that_cannot_be_started_ends_those_that_were(tmp_path: Path) -> None:

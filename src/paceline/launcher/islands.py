@@ -35,6 +35,7 @@ from paceline.launcher.plan import count_cores, count_workers, find_gpus
 from paceline.launcher.process import private_folder
 from paceline.launcher.workers import RESIZING
 
+LONGEST_WAIT_S = 0.5
 LINGER_S = 60.0
 """How long the meeting place stays for islands that have yet to get the result."""
 _EVERYWHERE = "0.0.0.0"
@@ -188,7 +189,8 @@ class Archipelago:
         """Wait until a launcher ends, and start it again if it was killed."""
         descriptors = {os.pidfd_open(p.pid): n for n, p in self._launchers.items()}
         try:
-            ready, _, _ = select.select(list(descriptors), [], [])
+            # A signal that comes just before the wait, or to another thread, does not end it.
+            ready, _, _ = select.select(list(descriptors), [], [], LONGEST_WAIT_S)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
