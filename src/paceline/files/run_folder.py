@@ -426,11 +426,12 @@ def replace_file(path: Path, parts: Iterable[str]) -> None:
 def write_output(path: Path, parts: Iterable[str]) -> None:
     """Write a file that the user has named, a plain one atomically; a UsageError if it fails."""
     try:
-        if path.exists() and not path.is_file():  # such as /dev/stdout, which root could replace
+        # Root could replace /dev/stdout, even where it leads to a plain file.
+        if path.exists() and (not path.is_file() or path.parent == Path("/dev")):
             with open(path, "w", encoding="utf-8") as stream:
                 stream.writelines(parts)
         else:
-            replace_file(Path(os.path.realpath(path)), parts)
+            replace_file(path, parts)
     except OSError as error:
         raise UsageError(
             f"{path} cannot be written: {error.strerror}.", advice="Name another file."

@@ -454,9 +454,8 @@ class Supervisor:
         return is_told and generations.is_member(rank) and not generations.has_finished(rank)
 
     def _shutdown_timeout_s(self) -> float:
-        if self.options.shutdown_timeout is not None:
-            return self.options.shutdown_timeout
-        return SIGNAL_TIMEOUT_S if self._stops else SHUTDOWN_TIMEOUT_S
+        chosen_s, usual_s = self.options.shutdown_timeout, SHUTDOWN_TIMEOUT_S
+        return (SIGNAL_TIMEOUT_S if self._stops else usual_s) if chosen_s is None else chosen_s
 
     @property
     def _stops(self) -> bool:
