@@ -278,6 +278,33 @@ def test_workers_have_exit_codes_also_where_the_parent_ignores_ends_of_children(
         assert done.returncode == code, done.stderr
 
 
+EXITS_SLOWLY = """
+import atexit, os, pathlib, sys, time
+import paceline
+
+def wait_for(path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+def leave():
+    pathlib.Path("leaves").touch()
+    wait_for(os.environ["PACELINE_FAILED_FILE"])
+
+if os.environ["RANK"] == "1":
+    atexit.register(leave)
+    sys.exit(3)
+wait_for("leaves")
+raise paceline.errors.PeerError("Rank 1 is gone.")
+"""
+
+
+def test_a_worker_that_exits_slowly_is_the_one_that_has_failed(tmp_path: Path) -> None:
+    """Python can take longer to exit than the others take to find that the worker is gone."""
+    done = paceline_run(tmp_path, "--workers", 2, write(tmp_path, EXITS_SLOWLY))
+    assert done.returncode == 3, done.stderr
+    assert "worker 1 ended with exit code 3" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("ending", "code", "words"),
     [

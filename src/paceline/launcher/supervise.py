@@ -44,7 +44,7 @@ from paceline.launcher.stalls import StallJudge, main_thread, read_stack
 from paceline.launcher.starts import Starts
 from paceline.launcher.store import StoreServer
 from paceline.launcher.template import Template, has_orphans
-from paceline.launcher.worker import ALIVE, ALONE, FAILED, HANGS, WAITS
+from paceline.launcher.worker import ALIVE, ALONE, EXITS, FAILED, HANGS, WAITS
 from paceline.launcher.workers import RESIZING
 from paceline.telemetry import count_text, read_terminal
 
@@ -287,11 +287,13 @@ class Supervisor:
             if len(self.alone) == len(self.specs) and self.announce is not None:
                 self.announce(TRAIN_ALONE.format(count_text(len(self.specs), "worker")))
         worker.unsaid = next((UNSAID[word] for word in UNSAID if word in words), worker.unsaid)
-        has_failed = any(word in words for word in (FAILED, *UNSAID))
-        if has_failed and not worker.failed_ns and not self.ending_since_ns:
+        failures = [word for word in (EXITS, FAILED, *UNSAID) if word in words]
+        if failures and not worker.failed_ns and not self.ending_since_ns:
             worker.failed_ns = time.monotonic_ns()
             end = self._exit_of(worker, 1)
-            if not self.generations.is_on:
+            if failures == [EXITS]:
+                pass  # its code comes with its end, for which Python may take a while
+            elif not self.generations.is_on:
                 self.on_failure(end.is_secondary)
             elif not end.raised or self.generations.survives_errors:
                 worker.send(signal.SIGKILL)  # it waits for no process, and none for it
@@ -441,17 +443,13 @@ class Supervisor:
         for worker in self.alive:
             if not worker.failed_ns:  # one that has failed ends by itself
                 # A `Run` saves at the usual signals; and Python ignores that of a pipe.
-                is_odd = (is_run := self._trains(worker.rank)) or number == signal.SIGPIPE
+                is_run = self.generations.trains(worker.rank)
+                is_odd = is_run or number == signal.SIGPIPE
                 word = signal.SIGTERM if is_odd and number not in ASKS_TO_END else number
                 # Those who train have heard it, and end their loaders, which a signal would reach.
                 worker.send(word if self._stops or not is_run else 0)
                 worker.send(signal.SIGCONT)  # a stopped one handles no signal
         self._after(self._shutdown_timeout_s(), "kill", self.kill_all)
-
-    def _trains(self, rank: int) -> bool:
-        generations = self.generations
-        is_told = generations.is_on and rank in generations.worker_channels
-        return is_told and generations.is_member(rank) and not generations.has_finished(rank)
 
     def _shutdown_timeout_s(self) -> float:
         chosen_s, usual_s = self.options.shutdown_timeout, SHUTDOWN_TIMEOUT_S

@@ -33,6 +33,8 @@ from typing import Any, NoReturn, cast
 
 VARIABLE = "PACELINE_WORKER"
 FAILED, ALIVE, ALONE = b"!", b".", b"1"
+EXITS = b"x"
+"""Its script has called `sys.exit()` with a code that says failure."""
 FAILED_UNSAID, LOST_UNSAID = b"?", b"~"
 """Instead of `FAILED` where there is no room to write the error down: of this worker's own, and one
 that only says that another is gone."""
@@ -156,7 +158,9 @@ class Worker:
         """Run the user's code; its exit code, with what failed in the error file."""
         try:
             user_code()
-        except SystemExit:
+        except SystemExit as stop:
+            if stop.code and os.getpid() == self.pid:
+                self.tell(EXITS)
             raise
         except BaseException as error:
             if os.getpid() != self.pid:  # a child the user forked came back here

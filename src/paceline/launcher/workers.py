@@ -111,6 +111,11 @@ class Workers:
         """Whether a worker has left the loop, and is in the rest of its script."""
         return worker in self._finished
 
+    def trains(self, worker: int) -> bool:
+        """Whether it is in the loop of a run that survives, and is told why it is ended."""
+        is_told = self.is_on and worker in self.worker_channels
+        return is_told and self.is_member(worker) and not self.has_finished(worker)
+
     def has_left_loop(self, worker: int) -> bool:
         """Whether it has done so before the last step."""
         return worker in self._leavers or worker in self._left_early
