@@ -83,7 +83,7 @@ BETWEEN_STEPS = (
     Entry("noise", ("policy.noise",), "in loops without a run, which has it among its exchanges"),
     Entry(
         "saving",
-        ("run.state", "update.shares"),
+        ("run.state", "run.broadcast", "update.shares"),
         "when all save: by step, epoch or metric; with same_bits, also to hash what is shared out, "
         "every 100 steps and after the last",
     ),

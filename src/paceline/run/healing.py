@@ -199,8 +199,9 @@ class Healing:
                 state.modes.join(sent["modes"])
             if is_new or before != progress.position:
                 parts.outlets.metrics.take_common(common)
-            if not is_new and before != progress.position and verdict.is_whole:
-                parts.exchanges.level = partial(state.load_numbers, sent)
+            if not is_new and before != progress.position:
+                level = partial(state.load_numbers, sent) if verdict.is_whole else None
+                parts.exchanges.level = level
 
     def _adopt(self, ahead: Standing, mine: Standing, *, is_new: bool) -> None:
         """Take what the workers have agreed on."""

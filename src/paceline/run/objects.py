@@ -1,4 +1,4 @@
-"""What a script changes besides the model's numbers: its objects in `state=`, and modes.
+"""What a script changes besides the numbers of a step: objects in `state=`, groups, and modes.
 
 Objects are put back where what a block did to them is done again.
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from paceline.errors import PacelineError
@@ -104,6 +105,55 @@ class Modes:
 
     def _find_frozen(self) -> list[str]:
         return [n for n, param in self._module.named_parameters() if not param.requires_grad]
+
+
+def keep_model(
+    module: nn.Module, optimizers: Sequence[Any], modes: Modes, *, with_frozen: bool
+) -> Callable[[], None]:
+    """What puts back tensors, groups of parameters and modes as they are now.
+
+    Other workers may still be in the block of the step, so nothing here waits for them.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    values = [each.detach().to("cpu", copy=True) for each in tensors]
+    groups = [list(map(_settings_of, _groups_of(each))) for each in optimizers]
+    kept = modes.state_dict()
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for each, value in zip(tensors, values, strict=True):
+            each.copy_(value)
+        for optimizer, settings in zip(optimizers, groups, strict=True):
+            drop_groups(optimizer, len(settings))
+            for group, before in zip(_groups_of(optimizer), settings, strict=True):
+                group.update(_settings_of(before))
+        if with_frozen:
+            modes.load_state_dict(kept)
+        modes.set_evaluating(kept["evaluating"])
+
+    return put_back
+
+
+def _groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """None of an object that stands for an optimizer and has none."""
+    return getattr(optimizer, "param_groups", [])
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """All of a group but its parameters; tensors, which are changed in place, are copied."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in group.items()
+        if name != "params"
+    }
+
+
+def drop_groups(optimizer: Any, first: int) -> None:
+    """Take away groups that the script has added since; it does so again, in the same step."""
+    for group in (groups := _groups_of(optimizer))[first:]:
+        for param in group["params"]:
+            optimizer.state.pop(param, None)
+    del groups[first:]
 
 
 def _is_small(state: Any) -> bool:

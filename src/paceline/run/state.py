@@ -17,15 +17,15 @@ from paceline.checkpoint import Checkpoints, Saved
 from paceline.data import Position
 from paceline.errors import PeerError, UsageError, check_members
 from paceline.files import RunFolder, find_info, separate_tensors
-from paceline.group import Membership, exchange, map_tensors
+from paceline.group import Membership, exchange
 from paceline.policy import NoiseMeter
 from paceline.run.broadcast import broadcast_state
 from paceline.run.config import RunConfig
 from paceline.run.fit import Fit
 from paceline.run.folder_lock import FolderLock
 from paceline.run.metrics import ExactSums
-from paceline.run.models import TurnUpdate
-from paceline.run.objects import Modes
+from paceline.run.models import ByName, TurnUpdate
+from paceline.run.objects import Modes, drop_groups, keep_model
 from paceline.run.resume import Resume
 from paceline.run.updates import Rating, find_better
 from paceline.telemetry import Written
@@ -168,23 +168,16 @@ class RunState:
         for name, part in self._parts.items():
             _load(part, state[name], f"the {name}")
         if is_behind and groups:
-            self._drop_groups(groups)
-        elif "modes" in state and not is_behind:
+            drop_groups(self._parts["optimizer"], groups)
+        elif not is_behind:
             _load(self.modes, state["modes"], "the parameters that are frozen")
 
     def keep(self) -> Callable[[], None]:
-        """What loads the model and what steps it as they are now, with the modes of layers."""
-        self._goes_back = True
-        now = map_tensors(lambda t: t.to("cpu", copy=True), self.gather(Position(), {}))
-        evaluating = now["modes"]["evaluating"]
-        if isinstance(self._update, TurnUpdate):  # the other models are frozen just now
-            del now["modes"]
-
-        def put_back() -> None:
-            self.load_numbers(now)
-            self.modes.set_evaluating(evaluating)
-
-        return put_back
+        """What puts back all that the script may change in the model and its optimizers."""
+        given, in_turn = self._parts["optimizer"], isinstance(self._update, TurnUpdate)
+        optimizers = list(given.parts.values()) if isinstance(given, ByName) else [given]
+        # In a turn other models are frozen just now, and not by the script.
+        return keep_model(self._module, optimizers, self.modes, with_frozen=not in_turn)
 
     def _param_names(self) -> list[list[str]]:
         """Of the optimizer's parameters, by group: its own state numbers them."""
@@ -198,7 +191,7 @@ class RunState:
         if there[: len(here)] == here and self._add_groups(saved, there[len(here) :]):
             return saved
         if self._goes_back and here[: len(there)] == there:
-            self._drop_groups(len(there))
+            drop_groups(self._parts["optimizer"], len(there))
             return saved
         if list(map(sorted, there)) != list(map(sorted, here)):
             counts = [[len(group) for group in groups] for groups in (there, here)]
@@ -234,14 +227,6 @@ class RunState:
             params = [param_by_name[name] for name in group]
             optimizer.add_param_group({**settings, "params": params})
         return True
-
-    def _drop_groups(self, first: int) -> None:
-        """Take away groups that the script has added since; it does so again, in the same step."""
-        optimizer = self._parts["optimizer"]
-        for group in optimizer.param_groups[first:]:
-            for param in group["params"]:
-                optimizer.state.pop(param, None)
-        del optimizer.param_groups[first:]
 
     def check_savable(self) -> None:
         """Raise now if something can never be saved, and not after hours of training."""

@@ -277,8 +277,8 @@ class StopRequest:
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            # A process that the script has forked, such as one of a pool. Whoever ends one means
-            # it; Ctrl-C reaches all, and may be one too many for what loads data for the step.
+            # A process that the script has forked: Ctrl-C reaches all, and may be one too many for
+            # what loads data for the step. SIGTERM may come before `_obey_sigterm` has been called.
             self.ignore()
             if number == signal.SIGTERM:
                 os.kill(os.getpid(), number)
@@ -311,6 +311,17 @@ class StopRequest:
             if not self.is_leaving and not env.has_failed_peer():
                 name = name_signal(self.signal)
                 self._say(f"{name}: finishing the step and saving; once more ends it at once.")
+
+
+def _obey_sigterm() -> None:
+    """In a process that the script has forked, such as one of a pool: who ends one means it."""
+    # A handler of Python's would not be called where the signal comes just before a wait.
+    handler = signal.getsignal(signal.SIGTERM)
+    if getattr(handler, "__func__", None) is StopRequest._on_signal:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_obey_sigterm)
 
 
 class Requests(NamedTuple):
