@@ -262,7 +262,8 @@ class Run:
                 again = step.again
                 match step.state:
                     case Outcome.APPLIED | Outcome.HEALED:
-                        parts.exchanges.catch_up()
+                        if parts.exchanges.level is not None:
+                            parts.exchanges.catch_up()
                         self._after(step)
                     case Outcome.FAILED | Outcome.UNDONE:
                         outlets.metrics.forget()  # what the code behind the block has logged

@@ -119,7 +119,8 @@ class Step:
     def _begin(self) -> None:
         """Clear the gradients, and remember what has to be put back if this fails."""
         training, number = self._training, self.number
-        self._exchanges.catch_up()
+        if self._exchanges.level is not None:
+            self._exchanges.catch_up()
         if number in self._outlets.watching.steps_to_record:
             indices = [index for shard in self._shards for index in shard.indices]
             recording = self._outlets.watching.recording(number, training.engine, indices)
@@ -129,8 +130,7 @@ class Step:
         training.engine.begin_step(number)
         if self._note is not None:
             self._note[0] = number
-        self.state, self._recovery.step_abandoned = Outcome.OPEN, False
-        self._metrics.step = number
+        self.state, self._recovery.step_abandoned, self._metrics.step = Outcome.OPEN, False, number
         if training.buffers is not None:
             training.buffers.begin(self._busy, self._feed.loader.first_rank)
         self._scale = self._progress.size / self.samples

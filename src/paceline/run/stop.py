@@ -347,8 +347,9 @@ class Requests(NamedTuple):
     @property
     def number(self) -> int:
         """The signal that stops all workers, the same on each of them; 0 for none."""
-        counts = ((signal.SIGTERM, self.terminate), (signal.SIGHUP, self.hangup))
-        return next((n for n, c in (*counts, (signal.SIGINT, self.interrupt)) if c), 0)
+        if self.terminate or self.hangup:
+            return signal.SIGTERM if self.terminate else signal.SIGHUP
+        return signal.SIGINT if self.interrupt else 0
 
 
 class Vote:

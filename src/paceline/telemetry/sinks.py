@@ -294,16 +294,14 @@ class Sinks:
         # end.
         try:
             for sink in reversed(self._sinks) if method == "stop" else self._sinks:
-                if sink is not but:
-                    self._call(sink, method, *args)
+                if sink is but:
+                    continue
+                try:
+                    getattr(sink, method)(*args)
+                except Exception as error:
+                    self._switch_off(sink, method, error)
         finally:
             self.is_telling = before
-
-    def _call(self, sink: Sink, method: str, *args: Any) -> None:
-        try:
-            getattr(sink, method)(*args)
-        except Exception as error:
-            self._switch_off(sink, method, error)
 
     def take_over(self, sinks: Sequence[Sink], *start: Any) -> None:
         """Draw from now on, and add these sinks, whose `start` gets `start`."""
