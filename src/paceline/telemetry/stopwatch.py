@@ -137,7 +137,8 @@ class Stopwatch:
 
         On an accelerator these run a little behind, because the host does not wait for it.
         """
-        self._account()
+        if self.waits.over or len(self._marks) > 1:
+            self._account()
         return {phase: (self._total_ns[phase] + self._step_ns[phase]) / 1e9 for phase in MEASURED}
 
     def _account(self, counts: bool | None = None) -> None:

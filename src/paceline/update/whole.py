@@ -286,12 +286,15 @@ class WholeUpdate:
         """One gradient tells of all: it must be as the last backward has left it, and before the
         first there is none."""
         if self._noted is None:
-            if any(param.grad is not None for param in self._params):
-                raise UsageError(
-                    f"Step {self._step}: there are gradients that no step.backward() has computed.",
-                    advice="Add all losses of a batch up and call step.backward() once, instead of "
-                    "loss.backward(): what a loss weighs depends on the shards and the workers.",
-                )
+            for param in self._params:
+                if param.grad is not None:
+                    raise UsageError(
+                        f"Step {self._step}: there are gradients that no step.backward() has "
+                        "computed.",
+                        advice="Add all losses of a batch up and call step.backward() once, "
+                        "instead of loss.backward(): what a loss weighs depends on the shards and "
+                        "the workers.",
+                    )
             return
         param, grad, version = self._noted
         now = param.grad
