@@ -149,7 +149,7 @@ def test_the_end_of_the_lead_ends_all_and_the_checkpoint_carries_on_also_if_work
     script = prepare(tmp_path)
     with two_hosts(tmp_path) as hosts:
         start(hosts, script, 2, 2)
-        wait_for_step(tmp_path, 0, 4)
+        wait_for_step(tmp_path, 0, 7)  # the checkpoint of step 4 is complete
         hosts[0].kill_launcher()
         assert hosts[1].finish(within_s=10) == 1, hosts[1].output
         assert hosts[0].finish() == 137
@@ -157,6 +157,6 @@ def test_the_end_of_the_lead_ends_all_and_the_checkpoint_carries_on_also_if_work
             (tmp_path / name).touch()
         start(hosts, script, 2, 2)
         assert [host.finish() for host in hosts] == [0, 0], [host.output for host in hosts]
-        assert "done again" in hosts[0].output
+        assert "continues after step" in hosts[0].output
         assert hosts[0].output.count("was killed by signal 9") == 2
     check(tmp_path, [0, 1, 2, 3], expected)
