@@ -170,6 +170,35 @@ def between(step):
     assert len({weights for _, weights in ends.values()}) == 1
 
 
+@pytest.mark.parametrize("first", ["rest", "others"])
+def test_who_makes_up_for_rank_0_waits_in_the_next_run_for_the_others_and_they_for_it(
+    first: str, tmp_path: Path
+) -> None:
+    faults = f"""
+def between(step):
+    if step == 39 and rank == 0 and once("ended"):
+        end()
+def after():
+    is_rest = os.environ["WORLD_SIZE"] == "1"
+    while is_rest != {first == "rest"} and not (here / "second" / ".lock").exists():
+        time.sleep(0.01)
+    net = torch.nn.Linear(3, 1)
+    run = paceline.Run(net, torch.optim.SGD(net.parameters(), lr=0.01), Rows(), global_batch=12,
+                       epochs=1, shards=4, folder=here / "second")
+    for step in run:
+        with step:
+            for x, y in step.batches():
+                step.backward(mse_loss(run.model(x), y))
+        time.sleep(0.02)
+"""
+    done = train(tmp_path, faults)
+    assert done.returncode == 0, done.stderr
+    assert says(done.stderr, "worker 0 was not there", "runs the script again")
+    assert sorted(ends_of(tmp_path)) == [0, 1, 2]
+    assert done.stdout.count("second finished on") == 2, done.stdout
+    assert done.stdout.count("Nothing is left to do: all 40 steps are applied.") == 2
+
+
 @pytest.mark.parametrize(("number", "saves"), [("SIGKILL", False), ("SIGTERM", True)])
 def test_rank_0_is_not_made_up_for_where_nothing_is_saved_or_it_was_asked_to_end(
     tmp_path: Path, number: str, saves: bool

@@ -5,7 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 from contextlib import suppress
+from pathlib import Path
 
+from paceline import env
 from paceline.errors import UsageError
 from paceline.files import RunFolder
 
@@ -23,7 +25,11 @@ class FolderLock:
         self._file: int | None = None
 
     def take(self) -> None:
-        """Raise if another process has the folder. Where nothing can be locked, train without."""
+        """Raise if another process has the folder. Where nothing can be locked, train without.
+
+        Wait for one of the same launcher: in a script with several runs, who does the rest of a
+        lost worker's comes to the next run while the others train in it, or before they do.
+        """
         if self._file is not None:
             return
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -31,17 +37,23 @@ class FolderLock:
         with suppress(OSError):
             file = self._file = os.open(self._folder.path / ".lock", flags, 0o600)
             try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.truncate(file, 0)
-                os.pwrite(file, str(os.getpid()).encode(), 0)
+                self._lock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
                 owner = os.pread(file, 20, 0).decode("ascii", "replace").strip()
+                if _is_colleague(owner):
+                    self._lock(file, fcntl.LOCK_EX)
+                    return
                 self.give_up()
                 raise UsageError(
                     f"The folder {self._folder.path} is in use: process {owner or 'unknown'} "
                     "trains there.",
                     advice="Wait until it has ended, or choose another folder.",
                 ) from None
+
+    def _lock(self, file: int, how: int) -> None:
+        fcntl.lockf(file, how)
+        os.truncate(file, 0)
+        os.pwrite(file, str(os.getpid()).encode(), 0)
 
     def give_up(self) -> None:
         if self._file is not None:
@@ -50,3 +62,13 @@ class FolderLock:
 
     def __del__(self) -> None:
         self.give_up()
+
+
+def _is_colleague(owner: str) -> bool:
+    """Whether a process is a worker of the launcher that has started this one."""
+    try:
+        stat = Path(f"/proc/{int(owner)}/stat").read_text()
+    except (OSError, ValueError):
+        return False
+    parent = int(stat.rpartition(")")[2].split()[1])
+    return env.read_launched().hears_of_failures and parent == os.getppid()
