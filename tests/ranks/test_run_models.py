@@ -32,12 +32,12 @@ def critic() -> nn.Module:
     return seeded(nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))).double()
 
 
-def make(world: World | None = None, **arguments: Any) -> Run:
+def make(world: World | None = None, *, critic_lr: float = 0.05, **arguments: Any) -> Run:
     g, d = generator(), critic()
     g_optimizer = torch.optim.AdamW(g.parameters(), lr=0.02)
     models = {
         "generator": (g, g_optimizer),
-        "critic": (d, torch.optim.SGD(d.parameters(), lr=0.05, momentum=0.9)),
+        "critic": (d, torch.optim.SGD(d.parameters(), lr=critic_lr, momentum=0.9)),
         "average": EMA("generator", 0.5),
     }
     given = {"global_batch": 8, "epochs": 2, "shards": 3, "options": QUIET} | arguments
@@ -323,3 +323,15 @@ def test_a_run_of_several_models_goes_on_with_its_schedulers_only(
         run_ranks(size, body)
     assert "generator: StepLR" in str(raised.value)
     assert f"{name}: CosineAnnealingLR" in str(raised.value)
+
+
+@pytest.mark.parametrize("critic_lr", [0.05, 0.5])
+def test_a_resume_says_what_no_scheduler_has_changed_and_whose_it_is(
+    critic_lr: float, tmp_path: Path
+) -> None:
+    train(make(folder=tmp_path / "run"), stop_after=5)
+    told = Told()
+    train(make(folder=tmp_path / "run", critic_lr=critic_lr, sinks=[told]))
+    about = [line for _, _, lines in told.of("start") for line in lines if "checkpoint" in line]
+    other = "The optimizer continues as in the checkpoint: lr of critic is 0.05, and not 0.5 as in "
+    assert about == [f"{other}the script."] * (critic_lr != 0.05)

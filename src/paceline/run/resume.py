@@ -24,9 +24,16 @@ class Resume:
     """What the script has made, compared with what is loaded into it."""
 
     def __init__(self, config: RunConfig) -> None:
-        self._optimizer = config.optimizer
-        self._left_out = {"params", *(_OF_SCHEDULERS if config.scheduler else ())}
-        self._given = [dict(group) for group in self._optimizer.param_groups]
+        optimizers: Mapping[str, Any] = {"": config.optimizer}
+        schedulers: Mapping[str, Any] = {"": config.scheduler}
+        if config.models:
+            optimizers, schedulers = config.models.optimizers.parts, config.models.schedulers
+        self._optimizers = optimizers
+        self._scheduled = {name for name in optimizers if schedulers.get(name)}
+        self._given = {
+            name: [dict(group) for group in optimizer.param_groups]
+            for name, optimizer in optimizers.items()
+        }
         self._loaded: list[tuple[nn.Parameter, int, list[int]]] = []
 
     def note_loaded(self, module: nn.Module) -> Self:
@@ -51,11 +58,14 @@ class Resume:
                 )
 
     def _changes(self) -> Iterator[str]:
-        for given, group in zip(self._given, self._optimizer.param_groups, strict=False):
-            for name in sorted(given.keys() & group.keys() - self._left_out):
-                here, there = repr(given[name]), repr(group[name])
-                if here != there:
-                    yield f"{name} is {there:.40}, and not {here:.40} as in the script"
+        for model, optimizer in self._optimizers.items():
+            whose = f" of {model}" if model else ""
+            left_out = {"params", *(_OF_SCHEDULERS if model in self._scheduled else ())}
+            for given, group in zip(self._given[model], optimizer.param_groups, strict=False):
+                for name in sorted(given.keys() & group.keys() - left_out):
+                    here, there = repr(given[name]), repr(group[name])
+                    if here != there:
+                        yield f"{name}{whose} is {there:.40}, and not {here:.40} as in the script"
 
     def find_overwritten(self) -> list[str]:
         """What to say if the script has given the model other weights since."""
