@@ -335,3 +335,17 @@ def test_a_resume_says_what_no_scheduler_has_changed_and_whose_it_is(
     about = [line for _, _, lines in told.of("start") for line in lines if "checkpoint" in line]
     other = "The optimizer continues as in the checkpoint: lr of critic is 0.05, and not 0.5 as in "
     assert about == [f"{other}the script."] * (critic_lr != 0.05)
+
+
+@pytest.mark.parametrize(
+    ("mode", "metric", "message"),
+    [("min", None, "steps on a metric"), ("min", "accuracy", "mode='min', and better='higher'")],
+)
+def test_a_scheduler_that_waits_for_a_metric_is_refused_where_it_would_wait_in_vain(
+    mode: Any, metric: str | None, message: str
+) -> None:
+    optimizer = torch.optim.SGD(critic().parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, mode)
+    options = RunOptions(progress="quiet", best_metric=metric)
+    with pytest.raises(UsageError, match=message):
+        make(scheduler={"generator": None, "critic": scheduler}, options=options)

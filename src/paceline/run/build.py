@@ -133,7 +133,7 @@ def build_run(config: RunConfig) -> RunParts:
     if island is not None and options.islands is not None:
         make = partial(islands.OuterUpdate, module, options.islands, island)
     update = make_update(config, module, precision, members, average, make)
-    rating = Rating(options, config.scheduler, update)
+    rating = Rating(options, config.schedulers.values(), update)
     weights = None if config.models is None else ByName(dict(config.models.modules.items()))
     fit = make_fit(config, launched.fit_folder, module, members, device)
     state = RunState(module, update, rating, fit, config.state or {}, weights)

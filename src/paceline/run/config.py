@@ -252,6 +252,12 @@ class RunConfig:
         self.collate_fn = self.options.collate_fn or default_collate
         self.is_saved = self.folder is not None and self.options.checkpoint_every != 0
 
+    @property
+    def schedulers(self) -> dict[str, Any]:
+        """Those there are, by the names of several models; that of a single one has none."""
+        given = self.models.schedulers if self.models else {"": self.scheduler}
+        return {name: each for name, each in given.items() if each is not None}
+
     def _check_loader(self) -> None:
         """A run has either a dataset or a loader."""
         if (self.loader is None) == (self.dataset is None):

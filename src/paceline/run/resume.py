@@ -24,15 +24,11 @@ class Resume:
     """What the script has made, compared with what is loaded into it."""
 
     def __init__(self, config: RunConfig) -> None:
-        optimizers: Mapping[str, Any] = {"": config.optimizer}
-        schedulers: Mapping[str, Any] = {"": config.scheduler}
-        if config.models:
-            optimizers, schedulers = config.models.optimizers.parts, config.models.schedulers
-        self._optimizers = optimizers
-        self._scheduled = {name for name in optimizers if schedulers.get(name)}
+        models, self._scheduled = config.models, config.schedulers.keys()
+        self._optimizers = models.optimizers.parts if models else {"": config.optimizer}
         self._given = {
             name: [dict(group) for group in optimizer.param_groups]
-            for name, optimizer in optimizers.items()
+            for name, optimizer in self._optimizers.items()
         }
         self._loaded: list[tuple[nn.Parameter, int, list[int]]] = []
 

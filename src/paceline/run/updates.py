@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -178,7 +178,9 @@ class Rating:
     runs the code which follows that step itself.
     """
 
-    def __init__(self, options: RunOptions, scheduler: Any, update: Update | TurnUpdate) -> None:
+    def __init__(
+        self, options: RunOptions, schedulers: Iterable[Any], update: Update | TurnUpdate
+    ) -> None:
         self._name, self._patience = options.best_metric, options.patience
         better = find_better(options.best_metric, options.better)
         self._sign = 1.0 if better == "lower" else -1.0
@@ -186,7 +188,7 @@ class Rating:
         self._best = math.inf
         self._since = self._step = 0
         self._is_said = False
-        if scheduler is not None and needs_metric(scheduler):
+        for scheduler in filter(needs_metric, schedulers):
             _check(scheduler, options)
 
     def note(self, step: int, scores: Mapping[str, float]) -> None:
