@@ -264,9 +264,11 @@ def test_models_that_cannot_be_trained_are_refused(mistake: str) -> None:
         ({"options": RunOptions(progress="quiet", update="sharded")}, "update"),
         ({"options": RunOptions(progress="quiet", noise_every=2)}, "noise_every"),
         ({"options": RunOptions(progress="quiet", clip_norm={"critc": 1.0})}, "'critic'"),
+        ({"scheduler": {"critic": "step"}}, "scheduler of 'critic' is 'step', which has no"),
+        ({"scaler": {"critic": 3}}, "scaler of 'critic' is 3, which has no"),
     ],
 )
-def test_options_that_are_for_one_model_are_refused_by_name(
+def test_what_does_not_go_with_several_models_is_refused_by_name(
     arguments: dict[str, Any], named: str
 ) -> None:
     with pytest.raises(UsageError, match=named):

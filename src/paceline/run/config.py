@@ -224,11 +224,11 @@ class RunConfig:
         self.has_sync_norm = has_sync_batch_norm(self.model)
         if isinstance(self.optimizer, list | tuple):
             raise UsageError(f"optimizer is {len(self.optimizer)} of them.", advice=_SEVERAL)
-        for name, members in _MEMBERS.items():
-            value = getattr(self, name)
-            if value is not None or name == "optimizer":
-                advice = f"Pass one of torch's kind, with {', '.join(members)}."
-                check_members(name, value, members, advice, methods=members[1:])
+        for kind, members in _MEMBERS.items():
+            for name, value in self._parts_of(kind).items():
+                if value is not None or kind == "optimizer":
+                    advice = f"Pass one of torch's kind, with {', '.join(members)}."
+                    check_members(name, value, members, advice, methods=members[1:])
         if self.folder is not None and (runs := env.read(env.RUNS_VARIABLE)):
             # `paceline replay` and `paceline scale` run the script beside the runs that it has
             # written itself.
@@ -251,6 +251,17 @@ class RunConfig:
             self.sinks = [*self.sinks, *trackers]
         self.collate_fn = self.options.collate_fn or default_collate
         self.is_saved = self.folder is not None and self.options.checkpoint_every != 0
+
+    def _parts_of(self, kind: str) -> dict[str, Any]:
+        """The optimizer, or whatever it is; those of several models under their names."""
+        if self.models is None:
+            return {kind: getattr(self, kind)}
+        given: Mapping[str, Any] = {
+            "optimizer": self.models.optimizers.parts,
+            "scheduler": self.models.schedulers,
+            "scaler": self.models.scalers,
+        }[kind]
+        return {f"{kind} of {name!r}": each for name, each in given.items()}
 
     @property
     def schedulers(self) -> dict[str, Any]:
