@@ -69,6 +69,21 @@ def test_what_run_json_says_is_read_back(folder: RunFolder) -> None:
     assert list(folder.path.iterdir()) == [folder.info]
 
 
+def test_the_name_of_a_file_that_is_not_utf8_can_be_read_back(folder: RunFolder) -> None:
+    name = os.fsdecode(b"caf\xe9.jpg")
+    reason = f"worker 1 failed in step 6: FileNotFoundError: {name}, de l'été"
+    info = RunInfo(name="digits", created=1.5, updated=2.5, reason=reason, settings={name: name})
+    write_info(folder, info)
+    read = read_info(folder)
+    assert read is not None
+    assert read.reason == reason.replace(name, r"caf\udce9.jpg")
+    assert read.settings == {r"caf\udce9.jpg": r"caf\udce9.jpg"}
+    with EventWriter(folder, 0) as writer:
+        writer.write("message", text=reason)
+    (event,) = read_events(folder)
+    assert event["text"] == read.reason
+
+
 def test_a_folder_without_run_json_has_no_info(folder: RunFolder) -> None:
     assert read_info(folder) is None
     assert read_info(RunFolder(folder.path / "nothing")) is None

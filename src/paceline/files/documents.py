@@ -261,11 +261,18 @@ def check_schema(document: Any, schema: int, origin: object) -> None:
 
 
 def plain_json(value: Any) -> Any:
-    """The value with strings in place of nan and inf, which strict JSON lacks."""
+    """The value with strings in place of nan and inf, which strict JSON lacks.
+
+    A lone surrogate, of which UTF-8 has none, is escaped: Python has one in file names that are not
+    UTF-8, and so in the messages of errors about them.
+    """
     if isinstance(value, float) and not math.isfinite(value):
         return str(float(value))
+    if isinstance(value, str):
+        is_plain = value.isascii()
+        return value if is_plain else value.encode(errors="backslashreplace").decode()
     if isinstance(value, Mapping):
-        return {str(key): plain_json(each) for key, each in value.items()}
+        return {plain_json(str(key)): plain_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [plain_json(each) for each in value]
     return value
