@@ -17,7 +17,7 @@ from paceline.checkpoint import Checkpoints, Saved
 from paceline.data import Position
 from paceline.errors import PeerError, UsageError, check_members
 from paceline.files import RunFolder, find_info, separate_tensors
-from paceline.group import Membership, exchange
+from paceline.group import Membership, exchange, waiting
 from paceline.policy import NoiseMeter
 from paceline.run.broadcast import broadcast_state
 from paceline.run.config import RunConfig
@@ -336,7 +336,8 @@ class Saving:
     def begin(self) -> None:
         """Have the folder to ourselves until `end`."""
         if self._lock is not None:
-            self._lock.take()
+            with waiting(self._membership.group, elsewhere=True):
+                self._lock.take()
 
     def end(self) -> None:
         if self._lock is not None:
