@@ -185,6 +185,27 @@ def test_a_signal_that_another_thread_gets_ends_islands_too() -> None:
     thread.join()
 
 
+def test_a_worker_that_was_not_started_when_another_failed_has_its_line(tmp_path: Path) -> None:
+    sleepers = Sleepers(tmp_path, 3)
+    supervisor = sleepers.supervisor()
+
+    def start(spec: WorkerSpec, pipes: Pipes) -> WorkerProcess:
+        if spec.rank == 1:
+            (first,) = sleepers.started
+            os.kill(first.pid, signal.SIGSEGV)
+            while first.poll() is None:
+                time.sleep(0.01)
+            supervisor.on_exit(first)
+        return sleepers.start(spec, pipes)
+
+    supervisor.start = start
+    result = supervisor.run()
+    assert len(sleepers.started) == 2
+    first, *others = str(result).splitlines()
+    assert first == "paceline: worker 0 was killed by signal 11 (SIGSEGV)."
+    assert others == ["  worker 1: ended by the launcher", "  worker 2: not started"]
+
+
 def test_a_worker_that_cannot_be_started_ends_those_that_were(tmp_path: Path) -> None:
     sleepers = Sleepers(tmp_path, 5)
 

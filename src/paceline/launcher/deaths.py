@@ -242,6 +242,8 @@ class RunResult:
     workers: tuple[WorkerExit, ...]
     stop: StopReason | None = None
     """Why they were ended, if that was not the first failure among them."""
+    unstarted: tuple[int, ...] = ()
+    """Those that had not been started when the first one failed."""
 
     @property
     def first_failure(self) -> WorkerExit | None:
@@ -258,7 +260,7 @@ class RunResult:
         """With those that were killed after their loop, if the others have failed for that."""
         if not late or not any(each.failed and each.is_secondary for each in self.workers):
             return self
-        found = RunResult((*self.workers, *late), self.stop)
+        found = replace(self, workers=(*self.workers, *late))
         if not can_repeat or found.reason is None:
             return found
         return replace(found, stop=replace(found.reason, lost_in=late[0].step))
@@ -284,6 +286,8 @@ class RunResult:
             if each.rank != reason.worker:
                 is_same = each.failed and reason.summary and each.first_line == reason.summary
                 lines.append(f"  worker {each.rank}: {'raised the same' if is_same else each}")
+        for rank in self.unstarted if not reason.signal else ():
+            lines.append(f"  worker {rank}: not started")
         return "\n".join(lines) + "\n"
 
 

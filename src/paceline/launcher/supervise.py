@@ -135,7 +135,10 @@ class Supervisor:
         finally:
             self._close()
         ends = tuple(self.exits[rank] for rank in sorted(self.exits))
-        result = RunResult(ends, self.stop).with_late(self.late, self.generations.can_repeat)
+        ended = {*self.exits, *self.survived, *(end.rank for end in self.late)}
+        unstarted = tuple(spec.rank for spec in self.specs if spec.rank not in ended)
+        result = RunResult(ends, self.stop, unstarted)
+        result = result.with_late(self.late, self.generations.can_repeat)
         if result.reason is not None:
             self.folder.record(result.reason)
         return result
