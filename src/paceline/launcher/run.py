@@ -92,7 +92,7 @@ def main(args: argparse.Namespace) -> int:
         die_with(parent, signal.SIGTERM)
     given = {flag.dest: getattr(args, flag.dest) for flag in FLAGS}
     options = read_options(given, os.environ, args.script, tuple(args.script_args))
-    check_program(options)
+    check_program(options.program, options.kind)
     note_late_workers(options, given, os.environ)
     with ExitStack() as stack:
         islands: dict[str, str] = {}
@@ -111,9 +111,8 @@ def main(args: argparse.Namespace) -> int:
         return run_on_machines(run)
 
 
-def check_program(options: LaunchOptions) -> None:
+def check_program(name: str, kind: str) -> None:
     """Find out, before anything starts, that there is nothing to start."""
-    name, kind = options.program, options.kind
     if kind == "program":
         is_there = shutil.which(name) is not None
         advice = "Check the spelling, or drop --no-python if it is a Python script."

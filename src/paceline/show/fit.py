@@ -16,6 +16,7 @@ from typing import Any
 
 from paceline.env import FIT_VARIABLE
 from paceline.errors import UsageError, WorkerError, check_whole
+from paceline.launcher.run import check_program
 from paceline.show.scaling.measure import run_once
 from paceline.telemetry import rate_text, table_lines
 
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Measure and print; returns 1 where no size fits."""
     check_whole("--workers", args.workers)
+    check_program(args.script, "script")
     with tempfile.TemporaryDirectory(prefix="paceline-fit-") as name:
         folder, size = Path(name), args.workers
 

@@ -21,6 +21,7 @@ from paceline import env
 from paceline.errors import SettingError, UsageError, check_whole
 from paceline.files import RunFolder, write_output
 from paceline.launcher import count_cores
+from paceline.launcher.run import check_program
 from paceline.show.scaling.attribution import (
     MEANINGS,
     PARTS,
@@ -292,9 +293,7 @@ def main(args: argparse.Namespace) -> int:
         return compare_engines(args.script, sizes[-1], args.steps, args.json)
     if args.script is None:
         raise UsageError("Name the script to measure.", advice="See `paceline scale --help`.")
-    if not args.module and not os.path.exists(args.script):
-        where = f"Looked for it in {os.getcwd()}."
-        raise UsageError(f"There is no script {args.script!r}.", where, "Use -m for a module.")
+    check_program(args.script, "module" if args.module else "script")
     cores = count_cores()
     threads = choose_threads(args.threads, cores, sizes[-1])
     flags = [f"--threads={threads}"] if threads else []
