@@ -5,6 +5,7 @@ from paceline.launcher.flags import MAX_WORKERS as MAX_WORKERS
 from paceline.launcher.function import launch as launch
 from paceline.launcher.plan import count_cores as count_cores
 from paceline.launcher.process import private_folder as private_folder
+from paceline.launcher.run import check_program as check_program
 from paceline.launcher.worker import die_with as die_with
 from paceline.launcher.worker import is_secondary as is_secondary
 from paceline.launcher.worker import run_script as run_script

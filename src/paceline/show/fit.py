@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.env import FIT_VARIABLE
 from paceline.errors import UsageError, WorkerError, check_whole
-from paceline.launcher.run import check_program
+from paceline.launcher import check_program
 from paceline.show.scaling.measure import run_once
 from paceline.telemetry import rate_text, table_lines
 

@@ -20,8 +20,7 @@ from typing import Any
 from paceline import env
 from paceline.errors import SettingError, UsageError, check_whole
 from paceline.files import RunFolder, write_output
-from paceline.launcher import count_cores
-from paceline.launcher.run import check_program
+from paceline.launcher import check_program, count_cores
 from paceline.show.scaling.attribution import (
     MEANINGS,
     PARTS,
