@@ -120,9 +120,9 @@ class Supervisor:
         self.judge = StallJudge(wishes.stall_s, wishes.stall_end_s) if wishes.stall_s else None
 
     def run(self) -> RunResult:
+        generations = self.generations
         try:
             self._start_all()
-            generations = self.generations
             while self.alive or self.starts.is_busy or (self._decides and generations.is_needed):
                 self._turn()
             self._sweep()
@@ -137,8 +137,7 @@ class Supervisor:
         ends = tuple(self.exits[rank] for rank in sorted(self.exits))
         ended = {*self.exits, *self.survived, *(end.rank for end in self.late)}
         unstarted = tuple(spec.rank for spec in self.specs if spec.rank not in ended)
-        result = RunResult(ends, self.stop, unstarted)
-        result = result.with_late(self.late, self.generations.can_repeat)
+        result = RunResult(ends, self.stop, unstarted).with_late(self.late, generations.can_repeat)
         if result.reason is not None:
             self.folder.record(result.reason)
         return result
