@@ -87,6 +87,19 @@ def test_a_script_may_change_its_working_directory_in_the_middle_of_a_run(
     assert "`paceline trace runs/first`" in said
 
 
+def test_a_replay_does_not_point_at_its_folder_which_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for replayed in ("", "3"):
+        monkeypatch.setenv(env.REPLAY_VARIABLE, replayed)
+        run = make_run(None, tmp_path / f"run{replayed}", progress="plain")
+        for step in run:
+            advance(run, step)
+        said = capsys.readouterr().out
+        assert "finished" in said
+        assert ("paceline report" in said) == (not replayed)
+
+
 def test_a_metric_belongs_to_the_step_that_it_was_measured_after(tmp_path: Path) -> None:
     run = make_run(None, tmp_path / "run", checkpoint_every=1, best_metric="accuracy", keep=2)
     for step in run:

@@ -361,7 +361,9 @@ def _make_sinks(
     terminal = None
     if members.leads or link is not None:
         began = None if link is None else link.began
-        terminal = TerminalSink(config.options.progress, folder, draws=members.leads, began=began)
+        # The folder of a replay is removed before anyone could look at it.
+        shown = None if env.read(env.REPLAY_VARIABLE) else folder
+        terminal = TerminalSink(config.options.progress, shown, draws=members.leads, began=began)
     return Sinks(sinks, terminal)
 
 
