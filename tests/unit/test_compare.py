@@ -51,11 +51,12 @@ def test_damaged_events_are_left_out_and_a_folder_that_is_not_there_is_named(
     assert repr(str(tmp_path / "c")) in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("script", [None, "", "train.py 'x"])
+@pytest.mark.parametrize("script", [None, "", "train.py 'x", "no/such/script.py x"])
 def test_a_replay_without_a_script_that_can_be_started_is_refused(
     script: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_with(tmp_path / "a", step1={"all": "0"})
     flags = [] if script is None else ["--script", script]
     assert main(["replay", run, "--step", "1", *flags]) == 2
-    assert "--script" in capsys.readouterr().err
+    words = "no script 'no/such/script.py'" if script and "/" in script else "--script"
+    assert words in capsys.readouterr().err

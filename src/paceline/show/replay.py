@@ -20,6 +20,7 @@ from paceline.checkpoint import list_entries
 from paceline.env import REPLAY_VARIABLE, RUNS_VARIABLE
 from paceline.errors import PacelineError, SettingError, UsageError
 from paceline.files import RunFolder, read_info
+from paceline.launcher.run import check_program
 from paceline.show import compare
 
 
@@ -61,6 +62,8 @@ def main(args: argparse.Namespace) -> int:
             f"The script that trained {str(run)!r} is not given.{known}",
             advice='Pass --script "train.py ...", from the folder where it was started.',
         )
+    if not script[0].startswith("-"):
+        check_program(script[0], "script")
     with tempfile.TemporaryDirectory(prefix="paceline-replay-") as folder:
         again = Path(folder) / run.name
         start = copy_checkpoint(run, again, args.step)
