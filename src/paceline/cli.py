@@ -14,7 +14,9 @@ import re
 import shlex
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -210,6 +212,7 @@ def _dispatch(arguments: list[str]) -> int:
     with warnings.catch_warnings():
         # torch warns on import where NumPy is missing; nothing here needs NumPy.
         warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+        warnings.showwarning = partial(_show_warning, arguments, warnings.showwarning)
         code: int = module.main(parser.parse_args(rest)) or 0
     return code
 
@@ -229,6 +232,21 @@ def _top_parser() -> Parser:
     return parser
 
 
-def _print_error(arguments: list[str], error: PacelineError) -> None:
+def _show_warning(
+    arguments: list[str],
+    show: Callable[..., None],
+    message: Warning | str,
+    category: type[Warning],
+    *place: Any,
+    **more: Any,
+) -> None:
+    """Our own without the line of this package that has warned; it is none of the user's."""
+    if category.__module__.startswith("paceline."):
+        _print_error(arguments, message)
+    else:
+        show(message, category, *place, **more)
+
+
+def _print_error(arguments: list[str], error: Warning | PacelineError | str) -> None:
     who = f"paceline {arguments[0]}" if arguments[:1] and arguments[0] in COMMANDS else "paceline"
     print(f"{who}: {error}", file=sys.stderr)

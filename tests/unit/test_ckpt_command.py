@@ -221,6 +221,18 @@ def test_export_writes_the_weights_alone(suffix: str, run: Path, tmp_path: Path)
     assert ckpt("export", run, out, "--force") == 0
 
 
+def test_a_damaged_checkpoint_is_warned_of_without_a_line_of_this_package(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spoilt = spoil(run, 3)
+    assert ckpt("export", run, tmp_path / "out.pt") == 0
+    said = capsys.readouterr().err
+    assert said.startswith("paceline ckpt: The checkpoint ")
+    assert spoilt.parent.name in said
+    assert "CheckpointWarning" not in said
+    assert ".py" not in said
+
+
 def wrapped_state() -> Any:
     model: Any = nn.Sequential(nn.Linear(3, 2), nn.DataParallel(nn.BatchNorm1d(2)))
     return nn.DataParallel(torch.compile(model)).state_dict()
