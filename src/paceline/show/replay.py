@@ -20,7 +20,7 @@ from paceline.checkpoint import list_entries
 from paceline.env import REPLAY_VARIABLE, RUNS_VARIABLE
 from paceline.errors import PacelineError, SettingError, UsageError
 from paceline.files import RunFolder, read_info
-from paceline.launcher.run import check_program
+from paceline.launcher import check_program
 from paceline.show import compare
 
 
