@@ -184,6 +184,25 @@ def test_rows_of_steps_that_are_done_again_replace_the_first_ones(tmp_path: Path
     assert [row["eval/loss6"] for row in rows][5:8] == ["", "7.6", "8.6"]
 
 
+@pytest.mark.parametrize("kept", ["12", "120,0,eval,12"])
+def test_a_row_that_a_full_disk_has_cut_is_no_row_of_an_earlier_step(
+    tmp_path: Path, kept: str
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    for begin, end in ((0, 120), (120, 121)):
+        (sink,) = make_trackers(["csv"], folder.path)
+        sink.start(INFO, begin, [])
+        for step in range(begin + 1, end + 1):
+            sink.evaluation(Summary(0, step, {"loss": step + 0.5}, 1.0, 8))
+        sink.stop(end, "finished", "")
+        if not begin:
+            path = folder.path / "metrics.csv"
+            path.write_bytes(path.read_bytes().partition(b"120,")[0] + kept.encode())
+    rows = [(int(row["step"]), row["eval/loss"]) for row in rows_of(folder.path)]
+    assert rows == [(step, f"{step}.5") for step in (*range(1, 120), 121)]
+
+
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [

@@ -284,7 +284,8 @@ class CSV(Tracker):
         rows: list[dict[str, str]] = []
         if self._path.exists():
             with open(self._path, newline="") as file:
-                found = csv.DictReader(file)
+                # A full disk may have cut the last row, even within the number of its step.
+                found = csv.DictReader(line for line in file if line.endswith(("\r", "\n")))
                 known = [name for name in found.fieldnames or () if name not in self._columns]
                 self._columns += known
                 rows = [
