@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,8 @@ from synthetic_run import synthetic_run
 
 from paceline import cli, env
 from paceline.errors import UsageError
+from paceline.files import read_info
+from paceline.files.run_folder import write_info
 from paceline.show.watch import command, server
 from paceline.show.watch.follow import Followed, Watched
 
@@ -223,6 +226,29 @@ def test_a_request_is_not_written_through_a_link(tmp_path: Path) -> None:
 
 async def take(messages: AsyncGenerator[bytes], count: int) -> list[bytes]:
     return [await asyncio.wait_for(anext(messages), PATIENCE_S) for _ in range(count)]
+
+
+def test_the_end_of_a_run_comes_with_its_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = synthetic_run(tmp_path / "run", steps=4, ranks=1, epochs=1, status="running")
+    monkeypatch.setattr("paceline.show.watch.follow.LIVE_PERIOD_S", 0.01)
+    monkeypatch.setattr("paceline.show.watch.follow.DOCUMENT_PERIOD_S", 10 * PATIENCE_S)
+    monkeypatch.setattr("paceline.show.watch.follow.REST_FACTOR", 0)
+
+    async def body(_: server.Guard, watched: Watched) -> bytes:
+        messages = watched.first.messages()
+        # Without the timeline, with it, and then only what changes.
+        await take(messages, 2)
+        info = read_info(folder)
+        assert info is not None
+        write_info(folder, replace(info, status="finished", reason="all steps are applied"))
+        (newest,) = await take(messages, 1)
+        await messages.aclose()
+        return newest
+
+    kind, data, *_ = with_app(folder.path, body).decode().splitlines()
+    assert (kind, json.loads(data[6:])["live"]["state"]) == ("event: document", "finished")
 
 
 def test_a_hundred_pages_are_told_by_one_reader_and_a_slow_one_gets_the_newest(

@@ -116,13 +116,14 @@ class Followed:
         state = self._watched.states()
         while True:
             began_s, began_cpu_s = time.monotonic(), time.process_time()
-            is_sketched = self._is_sketched
+            is_sketched, before = self._is_sketched, self.state
             has_news |= await asyncio.to_thread(self.read)
             await asyncio.to_thread(self.read_exactly)
             has_news |= is_sketched and not self._is_sketched
             has_news |= state != self._watched.states()
             state = self._watched.states()
-            if has_news and began_s >= document_due_s:
+            # A page that hears of the end must not tell what it knew while the run continued.
+            if has_news and (began_s >= document_due_s or self.state != before):
                 self._publish("document", await asyncio.to_thread(self._build))
                 has_news, spent_s = False, time.process_time() - began_cpu_s
                 document_due_s = began_s + max(DOCUMENT_PERIOD_S, REST_FACTOR * spent_s)
