@@ -1,7 +1,8 @@
 """Packages that import their names on first use, so that commands without torch start quickly.
 
 The interface of a package is the stub beside its `__init__`: a list of imports, which type checkers
-and editors read directly, and which `attach` executes one by one.
+and editors read directly, and which `attach` executes one by one. A module of the
+package is imported on first use too, so that it is there whatever else has been imported.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -34,6 +36,8 @@ def attach(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]],
 
     def load(name: str) -> Any:
         if name not in home_by_name:
+            if not name.startswith("_") and find_spec(f"{package}.{name}"):
+                return importlib.import_module(f"{package}.{name}")
             raise AttributeError(  # from name and obj Python finds the name that was meant
                 f"module {package!r} has no attribute {name!r}", name=name, obj=module
             )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +240,9 @@ def test_torchs_public_methods_are_there_and_ours_beyond_them_are_these(
     assert public(torchs) - public(ours) <= TORCHS_INSIDES
     beyond = public(ours) - public(torchs) - public(TorchSurface)
     assert beyond == OWN_METHODS[ours]
+
+
+@pytest.mark.parametrize("name", ["telemetry.Tracker", "show.report.write"])
+def test_a_module_is_there_without_an_import_of_its_own(name: str) -> None:
+    # In a process of its own: here other tests have imported it.
+    subprocess.run([sys.executable, "-c", f"import paceline; paceline.{name}"], check=True)
