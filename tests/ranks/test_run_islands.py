@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -452,6 +453,18 @@ def test_a_resume_with_another_number_of_islands_says_what_changes(
     for [other] in others:
         assert_equal(first, other)
     assert any(says(line, before, "island" if before == 1 else "islands", after) for line in heard)
+
+
+def test_every_island_has_the_points_of_its_trackers_in_its_own_folder(tmp_path: Path) -> None:
+    def island(world: World, at: str) -> list[Tensor]:
+        return train(world, Islands(every=4, at=at), folder=tmp_path, trackers=["csv"])
+
+    run_islands(2, 1, island)
+    for folder in (tmp_path, tmp_path / "island-1"):
+        with open(folder / "metrics.csv", newline="") as file:
+            steps = [int(row["step"]) for row in csv.DictReader(file) if row["kind"] == "train"]
+        assert steps == list(range(1, 16))
+        assert (folder / "tracker-csv.json").exists()
 
 
 def test_an_island_without_islands_in_its_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields
 from hashlib import sha256
+from pathlib import Path
 from statistics import fmean
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from paceline.data import Files, Plan
 from paceline.errors import DesyncError, UsageError, check_kind
-from paceline.files import as_plain, decode, encode, memory_of
+from paceline.files import RunFolder, as_plain, decode, encode, memory_of
 from paceline.group import HostCopy, Membership, runs_ahead, waiting
 from paceline.islands import (
     ExchangeStats,
@@ -38,7 +39,7 @@ from paceline.islands import (
 from paceline.run import stop
 from paceline.run.broadcast import broadcast_state
 from paceline.run.recovery import continue_with
-from paceline.telemetry import Message, bytes_text, count_text
+from paceline.telemetry import Message, Tracker, bytes_text, count_text
 from paceline.update import Loss, WholeUpdate
 
 if TYPE_CHECKING:
@@ -65,7 +66,10 @@ class IslandPlan(Plan):
 
 
 def find_own(config: RunConfig) -> IslandPlace | None:
-    """The island of this worker, where the run has any; its folder becomes the island's."""
+    """The island of this worker, where the run has any; its folder becomes the island's.
+
+    So does that of its trackers: islands that shared it would write the same files.
+    """
     islands = config.options.islands
     check_kind("islands", islands, Islands | None, "Pass paceline.Islands(...).")
     place = find_place("" if islands is None else islands.at)
@@ -85,7 +89,10 @@ def find_own(config: RunConfig) -> IslandPlace | None:
             advice=f"Use a multiple of {place.count}.",
         )
     if config.folder is not None:
-        config.folder = place.folder(config.folder)
+        shared, config.folder = Path(config.folder), place.folder(config.folder)
+        for sink in config.sinks:
+            if isinstance(sink, Tracker) and sink.folder and sink.folder.path == shared:
+                sink.folder = RunFolder(config.folder)
     return place
 
 
