@@ -11,7 +11,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from paceline.run.stop import LoaderSignals, StopRequest
+from paceline.run.loader_signals import LoaderSignals
+from paceline.run.stop import StopRequest
 
 
 def load(on_start: Callable[[int], None], wire: Connection) -> None:

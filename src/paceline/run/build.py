@@ -54,6 +54,7 @@ from paceline.run.loader import (
     refuse_other_samples,
     sum_up_samples,
 )
+from paceline.run.loader_signals import LoaderSignals
 from paceline.run.member import can_form_anew
 from paceline.run.metrics import Metrics
 from paceline.run.models import ByName, TurnEngine
@@ -73,7 +74,7 @@ from paceline.run.recovery import Exchanges, Survival
 from paceline.run.resume import Resume
 from paceline.run.same_bits import refuse_other_arithmetic
 from paceline.run.state import RunState, Saving
-from paceline.run.stop import LoaderSignals, StopRequest, Vote
+from paceline.run.stop import StopRequest, Vote
 from paceline.run.updates import Precision, Rating, make_update
 from paceline.run.user_loader import UserLoader, find_global_batch, length_of, make_user_loader
 from paceline.run.watching import Watching

@@ -48,7 +48,7 @@ from paceline.errors import DesyncError, UsageError
 from paceline.group import Membership, all_gather, named_leaves
 from paceline.run.config import Collate, RunConfig
 from paceline.run.forks import LivingBatches, living_context
-from paceline.run.stop import LoaderSignals
+from paceline.run.loader_signals import LoaderSignals
 
 
 def make_plan(
@@ -155,6 +155,8 @@ class MapLoader:
 
     def close(self) -> None:
         """Let the loader's processes go."""
+        if self.queue is not None:
+            self.queue.close()
         self._batches = self.queue = None
 
 
@@ -266,6 +268,8 @@ class StreamLoader:
         return self._batches.pop(shard.number)
 
     def close(self) -> None:
+        if self.queue is not None:
+            self.queue.close()
         self._reading = self.queue = None
 
     def _read(self, epoch: int, skipped: int, step: int) -> Iterator[Read]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -30,21 +30,18 @@ from paceline.run.buffers import Buffers
 from paceline.run.config import RunConfig
 from paceline.run.fit import Fit
 from paceline.run.loader import MapLoader, StreamLoader
-from paceline.run.metrics import Metrics
+from paceline.run.loader_signals import LoaderSignals
+from paceline.run.metrics import ExactSums, Metrics
 from paceline.run.objects import StateObjects
 from paceline.run.recovery import Exchanges, Recovery
 from paceline.run.state import RunState, Saving
-from paceline.run.stop import LoaderSignals, StopRequest, Vote
+from paceline.run.stop import StopRequest, Vote
 from paceline.run.updates import Precision, Rating
 from paceline.run.user_loader import UserLoader
 from paceline.run.watching import Watching
 from paceline.telemetry import Message, Sinks, count_text
 from paceline.torch_private import count_collectives
 from paceline.update import WeightAverage, total_norm
-
-if TYPE_CHECKING:
-    from paceline.run.metrics import ExactSums
-
 
 Loader = MapLoader | StreamLoader | UserLoader
 

@@ -1,4 +1,4 @@
-"""How a run stops: signals ask for it, the workers agree on the step, loaders live until then.
+"""How a run stops: signals ask for it, and the workers agree on the step.
 
 The first Ctrl-C, SIGTERM or SIGHUP asks the run to stop after a step, the second ends it at once. A
 SIGTERM that the launcher did not send is for one worker, where the others can do without it.
@@ -20,12 +20,8 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from ctypes import c_byte
 from dis import get_instructions, opname
-from functools import partial
 from inspect import CO_GENERATOR
-from multiprocessing.sharedctypes import RawValue
-from multiprocessing.util import Finalize
 from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
@@ -278,10 +274,8 @@ class StopRequest:
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
             # A process that the script has forked: Ctrl-C reaches all, and may be one too many for
-            # what loads data for the step. SIGTERM may come before `_obey_sigterm` has been called.
+            # what loads data for the step.
             self.ignore()
-            if number == signal.SIGTERM:
-                os.kill(os.getpid(), number)
             return
         now_s = time.monotonic()
         is_for_all = env.is_ending()
@@ -313,15 +307,32 @@ class StopRequest:
                 self._say(f"{name}: finishing the step and saving; once more ends it at once.")
 
 
+def _hold_sigterm() -> None:
+    """Before a fork: Python forgets signals that reach the child before its first line."""
+    held = {signal.SIGTERM} if _is_sigterm_ours() else set()
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, held)
+
+
+def _let_sigterm_through() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
 def _obey_sigterm() -> None:
     """In a process that the script has forked, such as one of a pool: who ends one means it."""
     # A handler of Python's would not be called where the signal comes just before a wait.
-    handler = signal.getsignal(signal.SIGTERM)
-    if getattr(handler, "__func__", None) is StopRequest._on_signal:
+    if _is_sigterm_ours():
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _let_sigterm_through()
 
 
-os.register_at_fork(after_in_child=_obey_sigterm)
+def _is_sigterm_ours() -> bool:
+    return getattr(signal.getsignal(signal.SIGTERM), "__func__", None) is StopRequest._on_signal
+
+
+_forking = threading.local()
+os.register_at_fork(
+    before=_hold_sigterm, after_in_parent=_let_sigterm_through, after_in_child=_obey_sigterm
+)
 
 
 class Requests(NamedTuple):
@@ -435,59 +446,3 @@ class Vote:
     def on_generation(self) -> None:
         """What was asked in another generation gets no answer."""
         self.pending, self._period = None, 1
-
-
-class LoaderSignals:
-    """Keeps the processes that load data alive as long as the training wants batches.
-
-        released --hold, when the loop begins--> held --release, when it ends--> released
-
-    Ctrl-C, a launcher and a cluster send signals to every process of a training; a loader that
-    obeyed at once would take the step away that the training is about to finish. So one byte that
-    they share says whether loaders are needed. They are also released when the training's process
-    exits, before that waits for its children.
-    """
-
-    def __init__(self) -> None:
-        self._is_held = False
-        self._shared: c_byte | None = None
-
-    @property
-    def on_start(self) -> Callable[[int], None]:
-        """What a loader does first: a `DataLoader`'s `worker_init_fn`."""
-        if self._shared is None:  # shared memory is a file: without loaders none is needed
-            self._shared = RawValue(c_byte, self._is_held)
-            Finalize(self, _set, args=(self._shared, False), exitpriority=0)
-        return partial(_begin_loader, self._shared, os.getpid())
-
-    def hold(self) -> None:
-        """From now on a loader leaves the first SIGTERM to the training."""
-        self._is_held = True
-        _set(self._shared, True)
-
-    def release(self) -> None:
-        """From now on the first SIGTERM ends a loader."""
-        self._is_held = False
-        _set(self._shared, False)
-
-
-def _set(shared: c_byte | None, is_held: bool) -> None:
-    if shared is not None:
-        shared.value = is_held
-
-
-def _begin_loader(is_held: c_byte, training: int, _number: int) -> None:
-    """In a loader: leave the first signal to the training, and obey the second."""
-    first_s: float | None = None
-
-    def on_terminate(number: int, _frame: FrameType | None) -> None:
-        nonlocal first_s
-        now_s = time.monotonic()
-        first_s = now_s if first_s is None else first_s
-        if not is_held.value or os.getppid() != training or now_s - first_s > SAME_PRESS_S:
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, on_terminate)
-    signal.signal(signal.SIGHUP, on_terminate)
