@@ -33,13 +33,7 @@ from weakref import ref
 from torch.utils.data import DataLoader
 
 from paceline import env
-from paceline.torch_private import (
-    end_processes,
-    find_processes,
-    find_queue,
-    raise_at_death,
-    release_processes,
-)
+from paceline.torch_private import end_processes, find_processes, find_queue, raise_at_death
 
 LOOK_S, MOST_IDLE, MOST_TRIES = 1.0, 3, 5
 """A process that has said nothing is looked at so often; and is ended if it has not computed at so
@@ -151,10 +145,10 @@ class LivingBatches:
         queue = find_queue(self._batches)
         return None if queue is None else int(queue.qsize())
 
-    def close(self) -> None:
-        """Let the processes go at once: an error that is kept may keep what they belong to."""
+    def end(self) -> None:
+        """Kill the processes: an error that is kept may keep what they belong to."""
         if find_processes(self._batches):
-            release_processes(self._batches)
+            end_processes(self._batches)
 
     def _begin(self) -> Iterator[Any]:
         """Load from the first batch on that was not given."""

@@ -153,10 +153,10 @@ class MapLoader:
             )
         return next(self._batches)
 
-    def close(self) -> None:
-        """Let the loader's processes go."""
-        if self.queue is not None:
-            self.queue.close()
+    def close(self, *, at_once: bool = False) -> None:
+        """Let the loader's processes go; `at_once` does not wait for what they load."""
+        if at_once and self.queue is not None:
+            self.queue.end()
         self._batches = self.queue = None
 
 
@@ -267,9 +267,9 @@ class StreamLoader:
     def load(self, shard: Shard) -> Any:
         return self._batches.pop(shard.number)
 
-    def close(self) -> None:
-        if self.queue is not None:
-            self.queue.close()
+    def close(self, *, at_once: bool = False) -> None:
+        if at_once and self.queue is not None:
+            self.queue.end()
         self._reading = self.queue = None
 
     def _read(self, epoch: int, skipped: int, step: int) -> Iterator[Read]:

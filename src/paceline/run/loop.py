@@ -474,7 +474,7 @@ class Run:
         parts.training.state.end()
         try:
             parts.feed.signals.release()
-            parts.feed.loader.close()
+            parts.feed.loader.close(at_once=end.status == "failed")
             outlets.metrics.flush(wait=is_complete)
             outlets.report_checkpoints(wait=True)
             if not end.is_outlived:

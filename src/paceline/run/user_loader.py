@@ -76,7 +76,7 @@ class UserLoader:
     def load(self, shard: Shard) -> Any:
         return self._batch
 
-    def close(self) -> None:
+    def close(self, *, at_once: bool = False) -> None:
         self._batches = self.queue = None
 
     def gather_states(self, done: Position) -> list[Any] | None:

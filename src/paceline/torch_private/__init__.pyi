@@ -46,7 +46,6 @@ from paceline.torch_private.nn import mark_as_parameters as mark_as_parameters
 from paceline.torch_private.nn import never_compiled as never_compiled
 from paceline.torch_private.nn import outside_graphs as outside_graphs
 from paceline.torch_private.nn import raise_at_death as raise_at_death
-from paceline.torch_private.nn import release_processes as release_processes
 from paceline.torch_private.nn import sparse_values as sparse_values
 from paceline.torch_private.nn import step_unless as step_unless
 from paceline.torch_private.nn import step_without_hooks as step_without_hooks

@@ -106,11 +106,6 @@ def end_processes(batches: Any) -> None:
     """Kill those that load these batches: one may wait for good for a lock that a dead one had."""
     for process in find_processes(batches):
         process.kill()
-    release_processes(batches)
-
-
-def release_processes(batches: Any) -> None:
-    """Have those that load these batches end, and wait for them."""
     batches._shutdown_workers()
 
 
