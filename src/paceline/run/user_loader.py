@@ -77,6 +77,7 @@ class UserLoader:
         return self._batch
 
     def close(self, *, at_once: bool = False) -> None:
+        """Forget the batches; whatever processes load them are the script's own."""
         self._batches = self.queue = None
 
     def gather_states(self, done: Position) -> list[Any] | None:
